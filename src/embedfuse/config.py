@@ -1,0 +1,109 @@
+"""What a user declares: tables, and the features that read them. Plain, immutable, checked on construction."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .combiners import COMBINERS
+from .optim import Optimizer, resolve
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}")
+
+
+def _check_combiner(value: Any) -> None:
+    if value not in COMBINERS:
+        raise ValueError(f"`combiner` must be one of {', '.join(COMBINERS)}, got {value!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class TableConfig:
+    """One embedding table. Two features share a table by sharing this object; equal fields do not make equal tables.
+
+    Args:
+        vocabulary_size: number of rows; ids run from 0 to `vocabulary_size - 1`.
+        dim: width of a row, from 1 up.
+        initializer: None for a normal of standard deviation 1/√dim cut at two deviations; a number to fill with;
+            an array of shape `[vocabulary_size, dim]` to copy; or a function that is given the table and fills it, as
+            those of `torch.nn.init` do (what it returns, if not the table, is copied).
+        optimizer: the table's own optimizer; None leaves it to the collection.
+        combiner: how the rows of a bag become one, for features that do not say: "mean", "sum", "sqrtn", ….
+        name: name in `state_dict()` and messages; `table_0`, `table_1`, … if None.
+        dtype: storage type, "float32", "float16", "bfloat16" or "float64". Sums are made in float32 at least.
+
+    Raises:
+        ValueError: a size below 1, an unknown combiner, optimizer or dtype.
+    """
+
+    vocabulary_size: int
+    dim: int
+    initializer: Callable[..., Any] | float | Any = None
+    optimizer: Optimizer | str | None = None
+    combiner: str = "mean"
+    name: str | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _check_count("vocabulary_size", self.vocabulary_size, 1)
+        _check_count("dim", self.dim, 1)
+        _check_combiner(self.combiner)
+        if isinstance(self.initializer, str):
+            raise ValueError(
+                f"`initializer` must be None, a number, an array or a function, got the string {self.initializer!r}"
+            )
+        if self.name is not None and (not isinstance(self.name, str) or not self.name or "." in self.name):
+            raise ValueError(f"`name` must be a non-empty string without dots, got {self.name!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        object.__setattr__(self, "optimizer", resolve(self.optimizer))
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureConfig:
+    """One input of the model, looked up in one table.
+
+    Args:
+        table: the table, possibly shared with other features.
+        max_sequence_length: 0 pools each bag into one row, `[B, dim]`; L > 0 keeps the first L rows of each bag apart,
+            `[B, L, dim]`, with zeros after the bag's end.
+        validate_weights_and_indices: drop negative ids, and, for combiners that divide, ids whose weight is not
+            positive (TensorFlow's safe lookup). If False a negative id is out of range.
+        output_shape: shape of the output without `dim`; its product is the number of bags.
+        name: name in messages; the key under which the feature is given if None.
+        combiner: overrides the table's.
+
+    Raises:
+        ValueError: a value of the wrong kind or range.
+        TypeError: `table` is not a `TableConfig`.
+    """
+
+    table: TableConfig
+    max_sequence_length: int = 0
+    validate_weights_and_indices: bool = True
+    output_shape: tuple[int, ...] | None = None
+    name: str | None = None
+    combiner: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, TableConfig):
+            raise TypeError(f"`table` must be a TableConfig, got {type(self.table).__name__}")
+        _check_count("max_sequence_length", self.max_sequence_length, 0)
+        if not isinstance(self.validate_weights_and_indices, bool):
+            raise ValueError(
+                f"`validate_weights_and_indices` must be True or False, got {self.validate_weights_and_indices!r}"
+            )
+        if self.output_shape is not None:
+            object.__setattr__(self, "output_shape", tuple(self.output_shape))
+            for size in self.output_shape:
+                _check_count("output_shape", size, 1)
+        if self.combiner is not None:
+            _check_combiner(self.combiner)
+
+    @property
+    def effective_combiner(self) -> str:
+        """The feature's combiner, or else its table's."""
+        return self.combiner or self.table.combiner
