@@ -1,0 +1,192 @@
+"""Backends: who computes an op. Each is one file that fills in `Backend`; this one chooses.
+
+`"auto"` (the default) takes the first of `triton`, `cpu`, `eager` that serves the tensors at hand. A backend asked for
+by name works or raises its reason.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...optim.base import Optimizer
+
+Policy = Literal["raise", "drop", "ignore"]
+Name = Literal["auto", "triton", "cpu", "eager"]
+NAMES = ("triton", "cpu", "eager")
+
+
+class Csr(NamedTuple):
+    """The ids of all features of a group, feature after feature, and within a feature bag after bag.
+
+    Bag number `(r * F + f) * bags + b` is bag `b` of feature `f` in record `r`; it owns positions
+    `offsets[bag] .. offsets[bag + 1]` of `ids`. There is one record, except in an update that joins several lookups;
+    its gradient rows are then stacked: bag `b` of record `r` has gradient row `r * bags + b`.
+    """
+
+    ids: Tensor  # int32 or int64 [N]
+    offsets: Tensor  # int64 [R * F * B + 1], from 0 to N, not decreasing
+    weights: Tensor | None  # float32 (float64 for float64 tables) [N]
+    bags: int  # B
+
+
+class BadId(IndexError):
+    """An id is outside its table; `position` counts in the `ids` of the whole group."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"the id at position {position} is outside its table")
+        self.position = position
+
+
+@dataclass
+class Update:
+    """All that one update pass needs beside the ids. Tensors marked `!` are written."""
+
+    table: Tensor  # ! the arena, or the tensor the descriptors' offsets count from
+    features: Tensor  # int64 [F, FEATURE_WIDTH], see plan.py
+    tables: Tensor  # int64 [T, TABLE_WIDTH]
+    rules: Sequence[type[Optimizer]]  # T_RULE is a position in this list, or FROZEN
+    slots: Tensor  # ! float32 (float64 for float64 tables), flat
+    hyper: Tensor  # float64 [T, HYPER_WIDTH]
+    steps: Tensor  # int64 [T]: number of the step being made, from 1
+    grad_scale: Tensor | None = None  # float32 scalar the gradient is multiplied by
+    skip: Tensor | None = None  # float32 scalar: if not 0, nothing is written
+
+
+class Backend(Protocol):
+    """The ops a backend implements. `features` and all tensors are on one device; `grad` may have any strides.
+
+    Validity of an id, the same in every op (flags are per feature): a negative id or one ≥ ROWS is absent (it is out of
+    range unless it is negative and DROP_NEGATIVE_IDS is set); with DROP_NONPOSITIVE_WEIGHTS an id whose weight is ≤ 0
+    is absent. An absent id adds nothing, counts in no moment, trains no row, and has gradient 0 for its weight.
+    """
+
+    name: str
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None if tables of this kind are served, else the reason why not."""
+        ...
+
+    def pooled_lookup(
+        self, table: Tensor, features: Tensor, csr: Csr, width: int, normalised: bool, policy: Policy
+    ) -> tuple[Tensor, Tensor]:
+        """`out[b, COLUMN:COLUMN+DIM] = scale[bag] * Σ w_i row(id_i)`; returns `out [B, width]`, `scale [F * B]`.
+
+        `out` has the table's dtype, rounded once. `scale` is float32 (float64 for float64 tables); empty (`[0]`) when not
+        `normalised`, meaning all ones. Raises `BadId` for `policy="raise"` where that needs no synchronisation.
+        """
+        ...
+
+    def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
+        """One optimizer step of every row in the batch, in place.
+
+        `g[row] = Σ w_i * scale[bag_i] * grad[row_of(bag_i), columns of the feature]`, summed over all duplicates and
+        features in a fixed order, then `apply_rule`. Tables with FROZEN are left alone. `grad` is `[R * B, width]`.
+        """
+        ...
+
+    def row_grad(self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> None:
+        """The same sums, written into `out` at OFFSET + id * DIM; `out` is flat, zero on entry, of the table's dtype."""
+        ...
+
+    def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
+        """`Σ_rows ||g[row]||²` of the tables that learn, a float32 (or float64) scalar; for clipping by norm."""
+        ...
+
+    def coefficient_grad(self, table: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
+        """Gradient of the loss with respect to each weight, `[N]` of the accumulation dtype.
+
+        With `s_i = <row(id_i), grad of its bag>`: `scale * s_i`, and for a feature with POWER ≠ 0 and MOMENT p ≠ 0 also
+        `- (POWER / 2) * p * w_i**(p-1) / M * scale * Σ_j w_j s_j` where `M = Σ w**p` (0 where M is 0).
+        """
+        ...
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of that name; raises ImportError with the reason if its code cannot be imported."""
+    if name not in NAMES:
+        raise ValueError(f"`backend` must be one of {', '.join(NAMES)} or auto, got {name!r}")
+    backend: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
+    return backend
+
+
+def why_not(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
+    """None if the backend serves tables of `dtype` on `device`, else the reason."""
+    try:
+        return load(name).supports(device, dtype)
+    except (ImportError, NotImplementedError) as error:
+        return str(error)
+
+
+_chosen: str = "auto"
+
+
+@contextlib.contextmanager
+def _restoring(previous: str) -> Iterator[None]:
+    global _chosen
+    try:
+        yield
+    finally:
+        _chosen = previous
+
+
+def use_backend(name: Name) -> contextlib.AbstractContextManager[None]:
+    """Chooses the backend of every op from here on; as a `with` statement, until its end.
+
+    Args:
+        name: `"triton"`, `"cpu"`, `"eager"`, or `"auto"` for the first of them that serves the tensors at hand.
+
+    Raises:
+        ValueError: unknown name.
+        NotImplementedError: the backend cannot serve this machine at all, with the reason.
+    """
+    global _chosen
+    if name != "auto":
+        if name not in NAMES:
+            raise ValueError(f"`name` must be one of auto, {', '.join(NAMES)}, got {name!r}")
+        reasons = [why_not(name, device) for device in _devices()]
+        if all(reasons):
+            raise NotImplementedError(f"backend {name!r} cannot serve here: {reasons[0]}")
+    previous, _chosen = _chosen, name
+    return _restoring(previous)
+
+
+def select(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend for tables of `dtype` on `device`; raises NotImplementedError if the chosen one cannot serve."""
+    if _chosen != "auto":
+        reason = why_not(_chosen, device, dtype)
+        if reason:
+            raise NotImplementedError(f"backend {_chosen!r} cannot serve {dtype} tables on {device}: {reason}")
+        return load(_chosen)
+    return _first(device, dtype)
+
+
+@cache
+def _first(device: torch.device, dtype: torch.dtype) -> Backend:
+    for name in NAMES:
+        # Triton's interpreter can serve a CPU too, but it is for tests, thousands of times slower
+        if why_not(name, device, dtype) is None and not (name == "triton" and device.type == "cpu"):
+            return load(name)
+    raise NotImplementedError(f"no backend serves {dtype} tables on {device}")
+
+
+def _devices() -> list[torch.device]:
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.insert(0, torch.device("cuda"))
+    return devices
+
+
+def backends() -> dict[str, str | None]:
+    """Every backend, and None if it is usable on this machine or else the reason why not."""
+    found: dict[str, str | None] = {}
+    for name in NAMES:
+        reasons = [why_not(name, device) for device in _devices()]
+        found[name] = None if None in reasons else reasons[0]
+    return found

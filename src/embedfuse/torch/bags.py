@@ -1,0 +1,318 @@
+"""The batch of one feature: B bags of ids, each with any number of them, in compressed (CSR) form."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ID_TYPES = (torch.int32, torch.int64)
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Raises TypeError unless `ids` is an int32 or int64 tensor."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(ids).__name__}: use Bags.from_lists for lists")
+    if ids.dtype not in ID_TYPES:
+        raise TypeError(f"`{name}` must be int32 or int64, got {ids.dtype}: convert with `.long()`")
+
+
+class Bags:
+    """B bags of ids: bag `b` owns `ids[offsets[b]:offsets[b + 1]]`, and `weights` at the same positions.
+
+    Args:
+        ids: int32 or int64 `[N]`.
+        offsets: int32 or int64 `[B + 1]`, starting at 0, ending at N, not decreasing.
+        weights: any float type `[N]`, or None for ones. May require gradients.
+
+    Raises:
+        TypeError: wrong dtype.
+        ValueError: wrong shape, or offsets that break the rule. Offsets on a GPU are checked by shape only, since
+            reading them would wait for the device; build bags on the CPU and move them to have them checked.
+    """
+
+    __slots__ = ("ids", "offsets", "weights")
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+    def __init__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
+        check_ids("ids", ids)
+        check_ids("offsets", offsets)
+        if ids.dim() != 1:
+            raise ValueError(f"`ids` must have one dimension, got shape {tuple(ids.shape)}: use Bags.from_padded")
+        if offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"`offsets` must be [B + 1] with at least one entry, got shape {tuple(offsets.shape)}")
+        if offsets.device != ids.device:
+            raise ValueError(f"`offsets` must be on the device of `ids`, {ids.device}, got {offsets.device}")
+        if weights is not None:
+            _check_weights(weights, ids)
+        if not torch.compiler.is_compiling() and offsets.device.type == "cpu":
+            _check_offsets(offsets, ids.shape[0])
+        self.ids, self.offsets, self.weights = ids, offsets.to(torch.int64), weights
+        _mark_dynamic(self)
+
+    # --- constructors ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_lists(
+        cls, bags: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None = None, *,
+        dtype: torch.dtype = torch.int64, device: Any = None,
+    ) -> "Bags":  # fmt: skip
+        """Bags from nested Python lists: `Bags.from_lists([[1, 2], [], [7]])`."""
+        lengths = [len(bag) for bag in bags]
+        values = [i for bag in bags for i in bag]
+        if any(isinstance(value, float) for value in values):
+            raise TypeError("`bags` must hold whole numbers, got a float: convert the ids with int()")
+        ids = torch.tensor(values, dtype=dtype)
+        flat = None
+        if weights is not None:
+            if [len(bag) for bag in weights] != lengths:
+                raise ValueError(
+                    f"`weights` must have the lengths of `bags`, {lengths}, got {[len(bag) for bag in weights]}"
+                )
+            flat = torch.tensor([w for bag in weights for w in bag], dtype=torch.float32)
+        made = cls.from_lengths(ids, torch.tensor(lengths, dtype=torch.int64), flat)
+        return made if device is None else made.to(device)
+
+    @classmethod
+    def from_lengths(cls, ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "Bags":
+        """Bags from the number of ids in each; equals `offsets = [0, *cumsum(lengths)]`."""
+        check_ids("lengths", lengths)
+        if lengths.dim() != 1:
+            raise ValueError(f"`lengths` must have one dimension, got shape {tuple(lengths.shape)}")
+        offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device=lengths.device)
+        torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+        if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            total = int(offsets[-1])
+            if total != ids.shape[0]:
+                raise ValueError(f"`lengths` must sum to the number of ids, {ids.shape[0]}, got a sum of {total}")
+        return cls(ids, offsets, weights)
+
+    @classmethod
+    def from_padded(cls, ids: Tensor, padding_id: int | None = -1, weights: Tensor | None = None) -> "Bags":
+        """Bags from a matrix `[B, K]`, one bag a row, whose places holding `padding_id` are empty.
+
+        Equals `Bags.from_lists([[i for i in row if i != padding_id] for row in ids])`. `padding_id=None`: none is empty.
+        """
+        check_ids("ids", ids)
+        if ids.dim() != 2:
+            raise ValueError(f"`ids` must be [B, K], got shape {tuple(ids.shape)}")
+        if weights is not None and weights.shape != ids.shape:
+            raise ValueError(f"`weights` must have the shape of `ids`, {tuple(ids.shape)}, got {tuple(weights.shape)}")
+        count, width = ids.shape
+        if padding_id is None:
+            offsets = torch.arange(count + 1, device=ids.device) * width
+            return cls(ids.reshape(-1), offsets, None if weights is None else weights.reshape(-1))
+        present = ids != padding_id
+        return cls.from_lengths(ids[present], present.sum(1), None if weights is None else weights[present])
+
+    @classmethod
+    def from_sparse(
+        cls, indices: Tensor, values: Tensor, dense_shape: Sequence[int] | Tensor, weights: Tensor | None = None
+    ) -> "Bags":
+        """Bags from TensorFlow's SparseTensor triple, rows in any order.
+
+        All dimensions but the last count bags, in row-major order; within a bag ids keep the order they are given in.
+        """
+        return SparseIds(indices, values, dense_shape).to_bags(weights)
+
+    @classmethod
+    def from_nested(cls, ids: Tensor, weights: Tensor | None = None) -> "Bags":
+        """Bags from a jagged nested tensor `[B, *]`, without a copy."""
+        if not (ids.is_nested and ids.layout is torch.jagged):
+            raise TypeError("`ids` must be a nested tensor of layout torch.jagged")
+        if weights is not None:
+            if not (weights.is_nested and weights.layout is torch.jagged):
+                raise TypeError("`weights` must be a nested tensor of layout torch.jagged, like `ids`")
+            weights = weights.values()
+        return cls(ids.values(), ids.offsets(), weights)
+
+    @classmethod
+    def from_arrow(cls, column: Any, weights: Any = None) -> "Bags":
+        """Bags from a pyarrow list column (`ListArray` or `LargeListArray`; one chunk), sharing its memory.
+
+        A null list is an empty bag; null ids are refused.
+        """
+        ids, offsets = _from_list_array(column)
+        flat = None
+        if weights is not None:
+            flat, weight_offsets = _from_list_array(weights)
+            if not torch.equal(weight_offsets, offsets):
+                raise ValueError("`weights` must have lists of the lengths of `column`")
+        return cls(ids, offsets, flat)
+
+    @classmethod
+    def from_keyed_jagged(cls, features: Any) -> dict[str, "Bags"]:
+        """One `Bags` for each key of a `torchrec.KeyedJaggedTensor` (anything with `to_dict()` of jagged tensors)."""
+        return {
+            key: cls(jagged.values(), jagged.offsets(), jagged.weights_or_none())
+            for key, jagged in features.to_dict().items()
+        }
+
+    # --- as a value ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return int(self.offsets.shape[0]) - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ids are."""
+        return self.ids.device
+
+    def lengths(self) -> Tensor:
+        """Number of ids in each bag, int64 `[B]`."""
+        return self.offsets.diff()
+
+    def to_lists(self) -> list[list[int]]:
+        """The ids as nested Python lists."""
+        ids, offsets = self.ids.tolist(), self.offsets.tolist()
+        return [ids[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+
+    def to(self, device: Any, non_blocking: bool = False) -> "Bags":
+        """The same bags on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Bags":
+        """The same bags in page-locked memory, for asynchronous copies to a GPU; also what a DataLoader calls."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Any) -> "Bags":
+        return _unchecked(
+            change(self.ids), change(self.offsets), None if self.weights is None else change(self.weights)
+        )
+
+    def __repr__(self) -> str:
+        weighted = "" if self.weights is None else ", weighted"
+        return f"Bags({len(self)} bags, {self.ids.shape[0]} ids{weighted}, {self.ids.dtype}, {self.device})"
+
+
+class SparseIds:
+    """TensorFlow's SparseTensor of ids: `values[i]` stands at `indices[i]` of a tensor of `dense_shape`.
+
+    Args:
+        indices: int64 `[nnz, rank]`, rows in any order.
+        values: int32 or int64 `[nnz]`.
+        dense_shape: `rank` sizes; the last dimension is the one that is pooled.
+    """
+
+    def __init__(self, indices: Tensor, values: Tensor, dense_shape: Sequence[int] | Tensor) -> None:
+        check_ids("indices", indices)
+        check_ids("values", values)
+        shape = tuple(int(size) for size in (dense_shape.tolist() if isinstance(dense_shape, Tensor) else dense_shape))
+        if len(shape) < 2:
+            raise ValueError(f"`dense_shape` must have at least 2 sizes, got {shape}: a bag is its last dimension")
+        if indices.dim() != 2 or indices.shape != (values.shape[0], len(shape)):
+            raise ValueError(
+                f"`indices` must be [nnz, rank] = [{values.shape[0]}, {len(shape)}], got {tuple(indices.shape)}"
+            )
+        if indices.device.type == "cpu" and indices.shape[0] and not torch.compiler.is_compiling():
+            outside = ((indices < 0) | (indices >= torch.tensor(shape))).any(1)
+            if bool(outside.any()):
+                first = int(outside.nonzero()[0])
+                raise ValueError(
+                    f"`indices` must lie inside `dense_shape` {shape}, got {indices[first].tolist()} at row {first}"
+                )
+        self.indices, self.values, self.dense_shape = indices, values, shape
+
+    def to_bags(self, weights: Tensor | None = None) -> Bags:
+        """The bags of all leading dimensions, in row-major order."""
+        if weights is not None and weights.shape != self.values.shape:
+            raise ValueError(
+                f"`weights` must have the shape of `values`, {tuple(self.values.shape)}, got {tuple(weights.shape)}"
+            )
+        bag = torch.zeros_like(self.indices[:, 0])
+        count = 1
+        for axis, size in enumerate(self.dense_shape[:-1]):
+            bag = bag * size + self.indices[:, axis]
+            count *= size
+        bag, order = torch.sort(bag, stable=True)
+        edges = torch.arange(count + 1, device=bag.device, dtype=bag.dtype)
+        offsets = torch.searchsorted(bag, edges).to(torch.int64)
+        return _unchecked(self.values[order], offsets, None if weights is None else weights[order])
+
+    def __repr__(self) -> str:
+        return f"SparseIds(shape {self.dense_shape}, {self.values.shape[0]} ids, {self.values.dtype})"
+
+
+def _unchecked(ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Bags:
+    made = object.__new__(Bags)
+    made.ids, made.offsets, made.weights = ids, offsets, weights
+    _mark_dynamic(made)
+    return made
+
+
+def _mark_dynamic(bags: Bags) -> None:
+    """Tells torch.compile, if it is in use, that sizes change from batch to batch: saves it the first recompilation."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and not torch.compiler.is_compiling():
+        for tensor in (bags.ids, bags.offsets, bags.weights):
+            if tensor is not None:
+                dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def _check_weights(weights: Tensor, ids: Tensor) -> None:
+    if not isinstance(weights, Tensor) or not weights.dtype.is_floating_point:
+        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        raise TypeError(f"`weights` must be a floating-point tensor, got {kind}")
+    if weights.shape != ids.shape:
+        raise ValueError(f"`weights` must have one entry an id, {ids.shape[0]}, got shape {tuple(weights.shape)}")
+    if weights.device != ids.device:
+        raise ValueError(f"`weights` must be on the device of `ids`, {ids.device}, got {weights.device}")
+
+
+def _check_offsets(offsets: Tensor, count: int) -> None:
+    values = offsets.numpy()
+    if values[0] != 0 or values[-1] != count:
+        raise ValueError(
+            f"`offsets` must start at 0 and end at len(ids)={count}, got first value {values[0]} and last value "
+            f"{values[-1]}"
+        )
+    fall = values[1:] < values[:-1]
+    if fall.any():
+        at = int(fall.argmax())
+        raise ValueError(f"`offsets` must not decrease, got {values[at]} before {values[at + 1]} at position {at + 1}")
+
+
+def _from_list_array(column: Any) -> tuple[Tensor, Tensor]:
+    if hasattr(column, "combine_chunks"):
+        column = column.combine_chunks()
+        if hasattr(column, "chunks"):
+            column = column.chunk(0)
+    if not hasattr(column, "offsets") or not hasattr(column, "values"):
+        raise TypeError(f"`column` must be a pyarrow list array, got {type(column).__name__}")
+    if column.null_count:
+        lengths = [0 if n is None else n for n in column.value_lengths().to_pylist()]
+        values = column.flatten()
+        offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    else:
+        raw = torch.from_numpy(_writable(column.offsets.to_numpy()))
+        values = column.values.slice(int(raw[0]), int(raw[-1] - raw[0]))
+        offsets = raw.to(torch.int64) - int(raw[0])
+    if values.null_count:
+        raise ValueError(f"`column` must hold no null ids, got {values.null_count}: fill or drop them")
+    return torch.from_numpy(_writable(values.to_numpy(zero_copy_only=True))), offsets
+
+
+def _writable(array: Any) -> Any:
+    # torch warns of read-only arrays since it could write to them; ids are never written here
+    import numpy as np
+
+    return np.lib.stride_tricks.as_strided(array, writeable=True) if not array.flags.writeable else array
+
+
+def as_iterable(bags: Bags) -> Iterable[Tensor | None]:
+    """The tensors a `Bags` is made of, in the order of `__slots__`."""
+    return bags.ids, bags.offsets, bags.weights
+
+
+torch.utils._pytree.register_pytree_node(
+    Bags,
+    lambda bags: ([bags.ids, bags.offsets, bags.weights], None),
+    lambda children, _context: _unchecked(*children),
+    serialized_type_name="embedfuse.torch.Bags",
+    to_dumpable_context=lambda _context: "",
+    from_dumpable_context=lambda _text: None,
+)

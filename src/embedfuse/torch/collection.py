@@ -1,0 +1,309 @@
+"""`EmbeddingCollection`: all tables and features of a model, looked up in one launch per storage type."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..config import FeatureConfig, TableConfig
+from ..optim import Optimizer, resolve
+from ..plan import PlannedFeature
+from . import ledger as ledgers
+from . import ops
+from .backends import Policy
+from .initializers import initialize
+from .layout import Launch, Part, assemble, part_of, plan_launch, planned_feature
+from .nest import flatten, leaves, rebuild, replace
+from .sparse_grad import sparse_lookup
+from .tables import Arena, Tables, named_tables
+
+UPDATES = ("step", "backward", "autograd")
+POLICIES = ("raise", "drop", "ignore")
+GRADS = ("dense", "sparse")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """One storage type: its tables' buffer, and the features (positions in the collection) that read it."""
+
+    arena: Arena
+    members: list[int]
+    planned: list[PlannedFeature]
+
+
+class EmbeddingCollection(nn.Module):
+    """All embedding tables of a model and the features that read them.
+
+    Equivalent, feature by feature, to
+
+        torch.nn.functional.embedding_bag(bags.ids, tables[name], bags.offsets, mode="sum",
+                                          per_sample_weights=weights, include_last_offset=True)
+
+    divided as the combiner says, but all features together are one launch, and all tables together one update pass,
+    whatever their widths, sizes, combiners and optimizers. Tables are parameters `tables.<name>` of shape
+    `[vocabulary_size, dim]`.
+
+    Args:
+        features: a dict (or list, tuple, or any nest of them) of `FeatureConfig`. Inputs and outputs have this nest.
+        optimizer: for tables that have none of their own; an `Optimizer` or "sgd", "adagrad", "adam", "ftrl".
+        update: when rows change. "step": in `FusedOptimizer.step()`, as with any torch optimizer. "backward": during
+            `loss.backward()`, for the lowest peak memory. "autograd": never by us; the tables get ordinary gradients.
+        device: where the tables live.
+        out_of_range: ids outside a table "raise" an IndexError (on a GPU at a later call, since checking must not wait),
+            "drop" out as if absent, or are ignored, i.e. dropped without being looked for ("ignore").
+        grad: in "autograd" mode, "dense" gradients or "sparse" ones (coalesced rows).
+
+    Raises:
+        ValueError: no features, two tables of one name, an unknown mode.
+        TypeError: features of another kind.
+        RuntimeError: a GPU was asked for on a machine without one.
+    """
+
+    def __init__(
+        self,
+        features: Any,
+        optimizer: Optimizer | str | None = None,
+        update: Literal["step", "backward", "autograd"] = "step",
+        device: Any = None,
+        out_of_range: Policy = "raise",
+        grad: Literal["dense", "sparse"] = "dense",
+    ) -> None:
+        super().__init__()
+        for name, value, choices in (
+            ("update", update, UPDATES), ("out_of_range", out_of_range, POLICIES), ("grad", grad, GRADS),
+        ):  # fmt: skip
+            if value not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
+        found = leaves(features)
+        if not found:
+            raise ValueError("`features` must hold at least one FeatureConfig, got none")
+        check_device(device)
+        given = list(dict.fromkeys(config.table for _, config in found))
+        names = named_tables(given)
+        # own copies: the user's objects are never changed, and initializers need not outlive this call
+        own = {
+            config: dataclasses.replace(config, name=name, initializer=None)
+            for config, name in zip(given, names, strict=True)
+        }
+        self.features = replace(features, lambda leaf: dataclasses.replace(leaf, table=own[leaf.table]))
+        self.update, self.out_of_range, self.grad = update, out_of_range, grad
+        self.optimizer = resolve(optimizer)
+        self.table_configs: dict[str, TableConfig] = {config.name or "": config for config in own.values()}
+        self.tables = Tables()
+        self._leaves = leaves(self.features)
+        self._groups = self._plan()
+        for group in self._groups:
+            kind = self.table_configs[group.arena.names[0]].dtype
+            group.arena.allocate(getattr(torch, kind), device)
+        self._link()
+        for config, name in zip(given, names, strict=True):
+            initialize(self.tables[name], dataclasses.replace(config, name=name))
+
+    # --- lookups ---------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Any) -> Any:
+        """Looks up a batch.
+
+        Args:
+            inputs: the nest of the features; each a `Bags`, `SparseIds`, jagged nested tensor, or a dense integer tensor
+                (one row for each id, never pooled).
+
+        Returns:
+            The same nest: `[B, dim]` for bags, `[B, L, dim]` for sequences, `ids.shape + [dim]` for dense ids, of the
+            table's dtype.
+
+        Raises:
+            ValueError, TypeError: inputs that do not fit the features.
+            IndexError: an id outside its table (see `out_of_range`).
+        """
+        parts = self._parts(inputs)
+        outputs: list[Any] = [None] * len(parts)
+        for number, group in enumerate(self._groups):
+            launch, out = self._lookup(number, [parts[member] for member in group.members])
+            widths = [self._width(member, parts[member]) for member in group.members]
+            pieces = [out] if len(widths) == 1 else out.split(widths, 1)
+            for member, piece in zip(group.members, pieces, strict=True):
+                outputs[member] = self._shaped(member, parts[member], piece)
+        return rebuild(self.features, iter(outputs))
+
+    def concatenated(self, inputs: Any) -> Tensor:
+        """The same lookup as one tensor `[B, sum of dims]`, features in order: no split, and no copy in backward.
+
+        Raises:
+            ValueError: tables of several dtypes and features of several batch sizes cannot be put side by side.
+        """
+        parts = self._parts(inputs)
+        if len({part.bags for part in parts}) != 1:
+            raise ValueError(
+                f"`concatenated` needs one batch size for all features, got {[part.bags for part in parts]}"
+            )
+        if len(self._groups) == 1:
+            return self._lookup(0, parts)[1]
+        outputs: list[Any] = [None] * len(parts)
+        for number, group in enumerate(self._groups):
+            _, out = self._lookup(number, [parts[member] for member in group.members])
+            widths = [self._width(member, parts[member]) for member in group.members]
+            for member, piece in zip(group.members, out.split(widths, 1), strict=True):
+                outputs[member] = piece
+        return torch.cat(outputs, 1)
+
+    def _parts(self, inputs: Any) -> list[Part]:
+        values = flatten(self.features, inputs)
+        return [part_of(name, config, value) for (name, config), value in zip(self._leaves, values, strict=True)]
+
+    def _width(self, member: int, part: Part) -> int:
+        return self._leaves[member][1].table.dim * part.copies
+
+    def _shaped(self, member: int, part: Part, piece: Tensor) -> Tensor:
+        dim = self._leaves[member][1].table.dim
+        if part.copies == 1 and part.shape == (piece.shape[0],):
+            return piece
+        return piece[: part.bags].reshape(*part.shape, dim)
+
+    def _lookup(self, number: int, parts: Sequence[Part]) -> tuple[Launch, Tensor]:
+        group = self._groups[number]
+        arena = group.arena
+        if not torch.compiler.is_compiling() and not arena.is_whole():
+            self._link()
+        buffer = arena.buffer
+        ids, offsets, weights, bags = assemble(parts, ops.accumulation_dtype(buffer.dtype))
+        if ids.device != buffer.device:
+            raise ValueError(
+                f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
+            )
+        slot_number, launch = self._launch(number, tuple(part.copies for part in parts))
+        common = (launch.features, ids, offsets, weights, bags, launch.width, launch.normalised)
+        learns = torch.is_grad_enabled() and (
+            torch.compiler.is_compiling() or any(table.requires_grad for table in arena.parameters)
+        )
+        if not learns or self.update == "autograd":
+            tables: list[Tensor] = list(arena.parameters) if learns else [buffer]
+            starts = arena.starts if learns else [0]
+            if learns and self.grad == "sparse":
+                out = sparse_lookup(tables, starts, arena.size, *common, self.out_of_range, slot_number)
+            else:
+                out, _ = torch.ops.embedfuse.pooled_lookup(
+                    tables, starts, arena.size, *common, self.out_of_range, slot_number
+                )
+            return launch, out
+        if not torch.compiler.is_compiling():
+            self._check_training()
+        out, _ = torch.ops.embedfuse.lookup_for_update(
+            self._anchor, buffer, *common, self.out_of_range, slot_number, ledgers.call_number(),
+            torch.compiler.is_compiling(),
+        )
+        return launch, out
+
+    def _check_training(self) -> None:
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise RuntimeError(
+                f"update={self.update!r} changes the tables of this process only, and {distributed.get_world_size()} "
+                "processes hold copies of them, which would drift apart: use update=\"autograd\" with "
+                "DistributedDataParallel and a torch optimizer"
+            )
+        if self.update == "backward":
+            if self._ledger.on_backward is None:
+                raise RuntimeError(
+                    'update="backward" needs its optimizer before the first training lookup: create '
+                    "FusedOptimizer(collection)"
+                )
+            if self._ledger.open >= len(self._groups):
+                raise RuntimeError(
+                    'update="backward" cannot be right here: the tables were looked up again before the backward of the '
+                    'last lookup ran, so their rows would be updated twice. Use update="step"; evaluate under '
+                    "torch.no_grad(); or call `discard()` if that backward will never run"
+                )
+            self._ledger.open += 1
+
+    def discard(self) -> None:
+        """Forgets gradients that wait for the optimizer, and lookups whose backward will never run."""
+        self._ledger.clear()
+
+    # --- plans and buffers -----------------------------------------------------------------------------------------
+
+    def _plan(self) -> list[_Group]:
+        configs = list(self.table_configs.values())
+        groups = []
+        for dtype in dict.fromkeys(config.dtype for config in configs):
+            mine = [config for config in configs if config.dtype == dtype]
+            arena = Arena(
+                self.tables, [config.name or "" for config in mine], [(c.vocabulary_size, c.dim) for c in mine]
+            )
+            members = [number for number, (_, leaf) in enumerate(self._leaves) if leaf.table.dtype == dtype]
+            planned = [
+                planned_feature(self._leaves[number][1], mine.index(self._leaves[number][1].table))
+                for number in members
+            ]
+            groups.append(_Group(arena, members, planned))
+        return groups
+
+    def _launch(self, number: int, copies: tuple[int, ...]) -> tuple[int, Launch]:
+        known = self._launches.get((number, copies))
+        if known is None:
+            group = self._groups[number]
+            launch = plan_launch(group.arena.shapes, group.planned, copies, group.arena.buffer.device)
+            leaf_names = [self._leaves[member][0] for member in group.members]
+            table_names = [self._leaves[member][1].table.name or "" for member in group.members]
+            slot = ledgers.Slot(
+                self._ledger, number, launch,
+                [name for name, count in zip(leaf_names, copies, strict=True) for _ in range(count)],
+                [name for name, count in zip(table_names, copies, strict=True) for _ in range(count)],
+            )  # fmt: skip
+            known = (ledgers.register(slot), launch, slot)
+            self._launches[(number, copies)] = known
+        return known[0], known[1]
+
+    def _link(self) -> None:
+        """Everything that is derived from the tables: buffers, descriptors on their device, pending gradients."""
+        for group in self._groups:
+            if not group.arena.is_whole():
+                group.arena.gather()
+        device = self._groups[0].arena.buffer.device
+        self.__dict__["_anchor"] = nn.Parameter(torch.zeros(1, device=device))
+        self.__dict__["_launches"] = {}
+        previous = self.__dict__.get("_ledger")
+        self.__dict__["_ledger"] = ledgers.Ledger(on_backward=previous.on_backward if previous else None)
+        for number, group in enumerate(self._groups):
+            copies = tuple(
+                self._leaves[member][1].max_sequence_length or 1 for member in group.members
+            )
+            self._launch(number, copies)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddingCollection":
+        for group in self._groups:
+            group.arena.change(fn)
+        self._link()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for derived in ("_anchor", "_launches", "_ledger", "_groups"):
+            del state[derived]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._leaves = leaves(self.features)
+        self._groups = self._plan()
+        self._link()
+
+    def reset_parameters(self) -> None:
+        """Draws all tables anew from the default distribution (initializers given at construction are not kept)."""
+        for name, config in self.table_configs.items():
+            initialize(self.tables[name], config)
+
+    def extra_repr(self) -> str:
+        return f"{len(self._leaves)} features, {len(self.tables)} tables, update={self.update!r}"
+
+
+def check_device(device: Any) -> None:
+    """Raises RuntimeError if `device` is a GPU and this machine offers none."""
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"`device` must be one this machine has, got {str(device)!r} and torch finds no CUDA GPU: use device=\"cpu\", "
+            "or install a CUDA build of torch on a machine with a GPU"
+        )
+

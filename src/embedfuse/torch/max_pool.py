@@ -1,0 +1,100 @@
+"""Max pooling over one table, which is no combiner: two ops, declared as in `ops.py`.
+
+`max_lookup` also tells which position won each element, so that its gradient reads no table; `max_grad` puts each
+element's gradient where the winner came from, and its own gradient is a gather.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import Csr, Policy, select
+
+_lib = torch.library.Library("embedfuse", "FRAGMENT")
+_lib.define(
+    "max_lookup(Tensor table, Tensor features, Tensor ids, Tensor offsets, SymInt bags, SymInt width, str policy)"
+    " -> (Tensor, Tensor)"
+)
+_lib.define(
+    "max_grad(Tensor like, SymInt size, Tensor features, Tensor ids, Tensor offsets, Tensor winners, Tensor grad, SymInt bags)"
+    " -> Tensor"
+)
+
+
+def max_lookup(
+    table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, bags: int, width: int, policy: Policy
+) -> tuple[Tensor, Tensor]:
+    """The body of the op: `out[b] = table[ids of bag b].amax(0)`, and the positions in `ids` that won, -1 for none."""
+    flat = table.detach().reshape(-1)
+    csr = Csr(ids, offsets, None, bags)
+    backend: Any = select(table.device, table.dtype)
+    out, winners = backend.max_lookup(flat, features, csr, width, policy)
+    return out, winners
+
+
+def _max_grad(
+    like: Tensor, size: int, features: Tensor, ids: Tensor, offsets: Tensor, winners: Tensor, grad: Tensor, bags: int
+) -> Tensor:
+    out = like.new_zeros(size)
+    backend: Any = select(like.device, like.dtype)
+    backend.max_grad(out, features, Csr(ids, offsets, None, bags), winners, grad)
+    return out
+
+
+_lib.impl("max_lookup", max_lookup, "CompositeExplicitAutograd")
+_lib.impl("max_grad", _max_grad, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("embedfuse::max_lookup", lib=_lib)
+def _(table: Any, features: Any, ids: Any, offsets: Any, bags: Any, width: Any, policy: Any) -> Any:
+    return table.new_empty((bags, width)), table.new_empty((bags, width), dtype=torch.int64)
+
+
+@torch.library.register_fake("embedfuse::max_grad", lib=_lib)
+def _(like: Any, size: Any, features: Any, ids: Any, offsets: Any, winners: Any, grad: Any, bags: Any) -> Any:
+    return like.new_empty(size)
+
+
+def save_max_lookup(ctx: Any, inputs: Any, output: Any) -> None:
+    """What the gradient of `max_lookup` needs: not the table, which may be written before backward runs."""
+    table, features, ids, offsets, bags, _, _ = inputs
+    ctx.shape, ctx.bags = table.shape, bags
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(features, ids, offsets, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def max_lookup_backward(ctx: Any, grad: Any, _winners_grad: Any) -> Any:
+    """The gradients of `max_lookup`, one for each argument."""
+    features, ids, offsets, winners = ctx.saved_tensors
+    table_grad = None
+    if grad is not None and ctx.needs_input_grad[0]:
+        flat = torch.ops.embedfuse.max_grad(
+            grad, ctx.shape.numel(), features, ids, offsets, winners, grad, ctx.bags
+        )
+        table_grad = flat.view(ctx.shape)
+    return table_grad, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "embedfuse::max_lookup", max_lookup_backward, setup_context=save_max_lookup, lib=_lib
+)
+
+
+def _save_max_grad(ctx: Any, inputs: Any, output: Any) -> None:
+    _, _, _, ids, _, winners, _, _ = inputs
+    ctx.save_for_backward(ids, winners)
+
+
+def _max_grad_backward(ctx: Any, upstream: Any) -> Any:
+    ids, winners = ctx.saved_tensors
+    width = winners.shape[1]
+    # the appended row answers for position -1, that is, no winner
+    row = torch.cat([ids, ids.new_zeros(1)])[winners].long()
+    element = row * width + torch.arange(width, device=row.device)
+    grad = torch.where(winners >= 0, torch.cat([upstream, upstream.new_zeros(width)])[element], 0)
+    return None, None, None, None, None, None, grad, None
+
+
+torch.library.register_autograd("embedfuse::max_grad", _max_grad_backward, setup_context=_save_max_grad, lib=_lib)

@@ -1,0 +1,338 @@
+"""The ops: schema, shapes and gradients of each, declared once. A body asks the registry for a backend.
+
+`pooled_lookup`, `row_grad` and `coefficient_grad` close under differentiation: each one's gradients are the other two. So
+`update="autograd"` can be differentiated any number of times. `lookup_for_update` gives the tables no gradient at all: its
+backward hands ids, coefficients and upstream gradient to a ledger (`ledger.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ledger
+from .backends import BadId, Csr, Policy, select
+
+_lib = torch.library.Library("embedfuse", "DEF")
+_COMMON = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights, SymInt bags, SymInt width"
+
+_lib.define(
+    f"pooled_lookup(Tensor[] tables, int[] starts, int size, {_COMMON}, bool normalised, str policy, int owner)"
+    " -> (Tensor, Tensor)"
+)
+_lib.define(
+    f"lookup_for_update(Tensor anchor, Tensor table, {_COMMON}, bool normalised, str policy, int owner, int call,"
+    " bool compiled) -> (Tensor, Tensor)"
+)
+# its work is a side effect, which the replay of a CUDA graph that inductor recorded would leave out
+_UNSAFE = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+_lib.define(
+    "finish_backward(Tensor anchor, Tensor grad, Tensor? table, Tensor features, Tensor ids, Tensor offsets,"
+    " Tensor? weights, Tensor scale, SymInt bags, bool weights_need_grad, int owner, int call, bool compiled)"
+    " -> (Tensor, Tensor)",
+    tags=_UNSAFE,
+)
+_lib.define(
+    "row_grad(Tensor like, int size, Tensor features, Tensor ids, Tensor offsets, Tensor? weights, Tensor scale,"
+    " Tensor grad, SymInt bags) -> Tensor"
+)
+_lib.define(
+    "coefficient_grad(Tensor[] tables, int[] starts, int size, Tensor features, Tensor ids, Tensor offsets,"
+    " Tensor? weights, Tensor scale, Tensor grad, SymInt bags) -> Tensor"
+)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type sums are made in: float64 for float64 tables, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- bodies --------------------------------------------------------------------------------------------------------
+
+
+def _base(tables: Sequence[Tensor], starts: Sequence[int], size: int) -> Tensor:
+    """One tensor whose data pointer is where the descriptors count from.
+
+    Usually the tables lie in one buffer already; otherwise (a functional call with other tensors) they are copied into one.
+    """
+    first = tables[0]
+    step = first.element_size()
+    origin = first.data_ptr() - starts[0] * step
+    for table, start in zip(tables, starts, strict=True):
+        if table.data_ptr() != origin + start * step or not table.is_contiguous():
+            break
+    else:
+        # a view reaching over all tables, for backends that need bounds
+        if first.untyped_storage().nbytes() >= (first.storage_offset() - starts[0] + size) * step:
+            return first.detach().as_strided((size,), (1,), first.storage_offset() - starts[0])
+        if len(tables) == 1:
+            return first.detach().reshape(-1)
+    flat = first.new_empty(size)
+    for table, start in zip(tables, starts, strict=True):
+        flat[start : start + table.numel()] = table.detach().reshape(-1)
+    return flat
+
+
+def _lookup(
+    table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int, width: int,
+    normalised: bool, policy: Policy, owner: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    csr = Csr(ids, offsets, weights, bags)
+    backend = select(table.device, table.dtype)
+    try:
+        return backend.pooled_lookup(table, features, csr, width, normalised, policy)
+    except BadId as error:
+        slot = ledger.find(owner)
+        if slot is None:
+            raise
+        raise IndexError(slot.bad_id(ids, offsets, bags, error.position)) from None
+
+
+def _pooled_lookup(
+    tables: list[Tensor], starts: list[int], size: int, features: Tensor, ids: Tensor, offsets: Tensor,
+    weights: Tensor | None, bags: int, width: int, normalised: bool, policy: Policy, owner: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    table = _base(tables, starts, size)
+    return _lookup(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
+
+
+def _lookup_for_update(
+    anchor: Tensor, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int,
+    width: int, normalised: bool, policy: Policy, owner: int, call: int, compiled: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _lookup(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
+
+
+def _finish_backward(
+    anchor: Tensor, grad: Tensor, table: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor,
+    weights: Tensor | None, scale: Tensor, bags: int, weights_need_grad: bool, owner: int, call: int, compiled: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    csr = Csr(ids, offsets, weights, bags)
+    weights_grad = grad.new_empty(0)
+    if weights_need_grad and table is not None:
+        weights_grad = select(table.device, table.dtype).coefficient_grad(table, features, csr, scale, grad)
+    slot = ledger.find(owner)
+    if slot is not None:
+        if compiled and slot.ledger.on_backward is None:
+            # a compiled graph reuses the memory of what it thinks no longer needed
+            csr = Csr(ids.clone(), offsets.clone(), None if weights is None else weights.clone(), bags)
+            scale, grad = scale.clone(), grad.clone()
+        slot.ledger.add(ledger.Record(slot.group, slot.launch, csr, scale, grad))
+    return torch.zeros_like(anchor), weights_grad
+
+
+def _row_grad(
+    like: Tensor, size: int, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, scale: Tensor,
+    grad: Tensor, bags: int,
+) -> Tensor:  # fmt: skip
+    out = like.new_zeros(size)
+    csr = Csr(ids, offsets, weights, bags)
+    select(like.device, like.dtype).row_grad(out, features, csr, scale, grad)
+    return out
+
+
+def _coefficient_grad(
+    tables: list[Tensor], starts: list[int], size: int, features: Tensor, ids: Tensor, offsets: Tensor,
+    weights: Tensor | None, scale: Tensor, grad: Tensor, bags: int,
+) -> Tensor:  # fmt: skip
+    table = _base(tables, starts, size)
+    csr = Csr(ids, offsets, weights, bags)
+    return select(table.device, table.dtype).coefficient_grad(table, features, csr, scale, grad)
+
+
+for _name, _body in (
+    ("pooled_lookup", _pooled_lookup),
+    ("lookup_for_update", _lookup_for_update),
+    ("finish_backward", _finish_backward),
+    ("row_grad", _row_grad),
+    ("coefficient_grad", _coefficient_grad),
+):
+    _lib.impl(_name, _body, "CompositeExplicitAutograd")
+
+
+# --- shapes --------------------------------------------------------------------------------------------------------
+
+
+def _lookup_shapes(table: Tensor, features: Tensor, bags: int, width: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    scales = features.shape[0] * bags if normalised else 0
+    return table.new_empty((bags, width)), table.new_empty((scales,), dtype=accumulation_dtype(table.dtype))
+
+
+@torch.library.register_fake("embedfuse::pooled_lookup", lib=_lib)
+def _(
+    tables: Any, starts: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, width: Any,
+    normalised: Any, policy: Any, owner: Any,
+) -> Any:  # fmt: skip
+    return _lookup_shapes(tables[0], features, bags, width, normalised)
+
+
+@torch.library.register_fake("embedfuse::lookup_for_update", lib=_lib)
+def _(
+    anchor: Any, table: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, width: Any,
+    normalised: Any, policy: Any, owner: Any, call: Any, compiled: Any,
+) -> Any:  # fmt: skip
+    return _lookup_shapes(table, features, bags, width, normalised)
+
+
+@torch.library.register_fake("embedfuse::finish_backward", lib=_lib)
+def _(
+    anchor: Any, grad: Any, table: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, bags: Any,
+    weights_need_grad: Any, owner: Any, call: Any, compiled: Any,
+) -> Any:  # fmt: skip
+    if weights_need_grad and table is not None:
+        return torch.empty_like(anchor), torch.empty_like(weights)
+    return torch.empty_like(anchor), grad.new_empty(0)
+
+
+@torch.library.register_fake("embedfuse::row_grad", lib=_lib)
+def _(
+    like: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any, bags: Any
+) -> Any:
+    return like.new_empty(size)
+
+
+@torch.library.register_fake("embedfuse::coefficient_grad", lib=_lib)
+def _(
+    tables: Any, starts: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any,
+    bags: Any,
+) -> Any:  # fmt: skip
+    return ids.new_empty(ids.shape, dtype=accumulation_dtype(tables[0].dtype))
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def views_of(flat: Tensor, tables: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+    """The tables' shares of a flat buffer laid out like the arena."""
+    return [
+        flat[start : start + table.numel()].view(table.shape) for table, start in zip(tables, starts, strict=True)
+    ]
+
+
+def _refuse_second_derivative(normalised: bool, weights: Tensor | None, needed: bool) -> None:
+    if normalised and weights is not None and needed:
+        raise NotImplementedError(
+            "the gradient of a weighted mean cannot be differentiated again through the weights: normalise the weights "
+            'yourself and use combiner="sum"'
+        )
+
+
+def _save_lookup(ctx: Any, inputs: Any, output: Any) -> None:
+    tables, starts, size, features, ids, offsets, weights, bags, width, normalised, policy, owner = inputs
+    ctx.count = len(tables)
+    ctx.starts, ctx.size, ctx.bags, ctx.width = starts, size, bags, width
+    ctx.normalised, ctx.policy, ctx.owner = normalised, policy, owner
+    ctx.save_for_backward(*tables, features, ids, offsets, weights, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _lookup_backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
+    saved = ctx.saved_tensors
+    tables, (features, ids, offsets, weights, scale) = saved[: ctx.count], saved[ctx.count :]
+    nothing: list[Any] = [None] * 12
+    # a Tensor[] input must be answered with a list, also when there is nothing to say
+    nothing[0] = [None] * ctx.count
+    if grad is None:
+        return tuple(nothing)
+    if ctx.needs_input_grad[0]:
+        flat = torch.ops.embedfuse.row_grad(
+            tables[0], ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
+        )
+        nothing[0] = views_of(flat, tables, ctx.starts)
+    if ctx.needs_input_grad[6]:
+        nothing[6] = torch.ops.embedfuse.coefficient_grad(
+            list(tables), ctx.starts, ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
+        )
+    return tuple(nothing)
+
+
+torch.library.register_autograd(
+    "embedfuse::pooled_lookup", _lookup_backward, setup_context=_save_lookup, lib=_lib
+)
+
+
+def _save_row_grad(ctx: Any, inputs: Any, output: Any) -> None:
+    like, size, features, ids, offsets, weights, scale, grad, bags = inputs
+    ctx.size, ctx.bags, ctx.width = size, bags, grad.shape[1]
+    ctx.save_for_backward(features, ids, offsets, weights, scale, grad)
+
+
+def _row_grad_backward(ctx: Any, upstream: Any) -> Any:
+    features, ids, offsets, weights, scale, grad = ctx.saved_tensors
+    normalised = scale.shape[0] != 0
+    grad_grad = weights_grad = None
+    if ctx.needs_input_grad[5]:
+        _refuse_second_derivative(normalised, weights, True)
+        weights_grad = torch.ops.embedfuse.coefficient_grad(
+            [upstream.contiguous()], [0], ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
+        )
+    if ctx.needs_input_grad[7]:
+        grad_grad, _ = torch.ops.embedfuse.pooled_lookup(
+            [upstream.contiguous()], [0], ctx.size, features, ids, offsets, weights, ctx.bags, ctx.width, normalised,
+            "drop", 0,
+        )  # fmt: skip
+    return None, None, None, None, None, weights_grad, None, grad_grad, None
+
+
+torch.library.register_autograd("embedfuse::row_grad", _row_grad_backward, setup_context=_save_row_grad, lib=_lib)
+
+
+def _save_coefficient_grad(ctx: Any, inputs: Any, output: Any) -> None:
+    tables, starts, size, features, ids, offsets, weights, scale, grad, bags = inputs
+    ctx.count, ctx.starts, ctx.size, ctx.bags, ctx.width = len(tables), starts, size, bags, grad.shape[1]
+    ctx.save_for_backward(*tables, features, ids, offsets, weights, scale, grad)
+
+
+def _coefficient_grad_backward(ctx: Any, upstream: Any) -> Any:
+    saved = ctx.saved_tensors
+    tables, (features, ids, offsets, weights, scale, grad) = saved[: ctx.count], saved[ctx.count :]
+    normalised = scale.shape[0] != 0
+    _refuse_second_derivative(normalised, weights, True)
+    ones = scale.new_empty(0)
+    result: list[Any] = [None] * 10
+    result[0] = [None] * ctx.count
+    if ctx.needs_input_grad[0]:
+        flat = torch.ops.embedfuse.row_grad(
+            tables[0], ctx.size, features, ids, offsets, upstream.contiguous(), ones, grad, ctx.bags
+        )
+        result[0] = views_of(flat, tables, ctx.starts)
+    if ctx.needs_input_grad[8]:
+        result[8], _ = torch.ops.embedfuse.pooled_lookup(
+            list(tables), ctx.starts, ctx.size, features, ids, offsets, upstream.contiguous(), ctx.bags, ctx.width,
+            False, "drop", 0,
+        )  # fmt: skip
+    return tuple(result)
+
+
+torch.library.register_autograd(
+    "embedfuse::coefficient_grad", _coefficient_grad_backward, setup_context=_save_coefficient_grad, lib=_lib
+)
+
+
+def _save_for_update(ctx: Any, inputs: Any, output: Any) -> None:
+    anchor, table, features, ids, offsets, weights, bags, width, normalised, policy, owner, call, compiled = inputs
+    ctx.weights_need_grad = weights is not None and weights.requires_grad
+    ctx.bags, ctx.owner, ctx.call, ctx.compiled = bags, owner, call, compiled
+    # the table is written by the update, so it is kept only where its values are needed
+    ctx.save_for_backward(
+        anchor, table if ctx.weights_need_grad else None, features, ids, offsets, weights, output[1]
+    )
+    ctx.set_materialize_grads(False)
+
+
+def _for_update_backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
+    anchor, table, features, ids, offsets, weights, scale = ctx.saved_tensors
+    result: list[Any] = [None] * 13
+    if grad is not None:
+        result[0], weights_grad = torch.ops.embedfuse.finish_backward(
+            anchor, grad, table, features, ids, offsets, weights, scale, ctx.bags, ctx.weights_need_grad, ctx.owner,
+            ctx.call, ctx.compiled,
+        )  # fmt: skip
+        result[5] = weights_grad if ctx.weights_need_grad else None
+    return tuple(result)
+
+
+torch.library.register_autograd(
+    "embedfuse::lookup_for_update", _for_update_backward, setup_context=_save_for_update, lib=_lib
+)

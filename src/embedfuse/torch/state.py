@@ -1,0 +1,92 @@
+"""The optimizer's state of one group of tables: slots, step counters and hyper-parameters, as kernels read them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..optim import Optimizer
+from ..plan import ALIGNMENT, FROZEN, T_RULE, T_SLOT0
+from .ops import accumulation_dtype
+from .tables import Arena
+
+
+class GroupState:
+    """State of the tables of one arena.
+
+    Attributes:
+        optimizers: one for each table.
+        rules: the distinct row rules among them.
+        slots: all slots of all tables, flat, float32 (float64 for float64 tables).
+        steps: int64 `[T]`: optimizer steps each table has made.
+        hyper: float64 `[T, HYPER_WIDTH]`.
+    """
+
+    def __init__(self, arena: Arena, optimizers: Sequence[Optimizer]) -> None:
+        self.arena, self.optimizers = arena, list(optimizers)
+        self.rules = list(dict.fromkeys(optimizer.kernel_class() for optimizer in optimizers))
+        self._descriptors = arena.descriptors.copy()
+        self._places: list[dict[str, tuple[int, tuple[int, int]]]] = []
+        total = 0
+        for number, (optimizer, (rows, dim)) in enumerate(zip(optimizers, arena.shapes, strict=True)):
+            self._descriptors[number, T_RULE] = self.rules.index(optimizer.kernel_class())
+            places: dict[str, tuple[int, tuple[int, int]]] = {}
+            for slot_number, slot in enumerate(optimizer.slots()):
+                shape = (rows, dim if slot.per == "element" else 1)
+                self._descriptors[number, T_SLOT0 + slot_number] = total
+                places[slot.name] = (total, shape)
+                total += -(-shape[0] * shape[1] // ALIGNMENT) * ALIGNMENT
+            self._places.append(places)
+        device = arena.buffer.device
+        self.slots = torch.zeros(max(total, 1), dtype=accumulation_dtype(arena.buffer.dtype), device=device)
+        self.steps = torch.zeros(len(optimizers), dtype=torch.int64, device=device)
+        self.hyper = torch.zeros((0, 0), dtype=torch.float64, device=device)
+        self._hyper_rows: list[tuple[float, ...]] = []
+        self._masks: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
+        for number, optimizer in enumerate(optimizers):
+            for slot in optimizer.slots():
+                self.view(number, slot.name).fill_(slot.initial)
+
+    def names(self, table: int) -> list[str]:
+        """Names of the slots of a table."""
+        return list(self._places[table])
+
+    def view(self, table: int, slot: str) -> Tensor:
+        """One slot of one table, `[V, D]` or `[V, 1]`, sharing memory."""
+        start, shape = self._places[table][slot]
+        return self.slots[start : start + shape[0] * shape[1]].view(shape)
+
+    def follow(self) -> None:
+        """Moves to the device of the tables, should they have moved."""
+        device = self.arena.buffer.device
+        if self.slots.device != device:
+            self.slots, self.steps, self.hyper = (t.to(device) for t in (self.slots, self.steps, self.hyper))
+            self._masks = {}
+
+    def set_hyper(self, learning_rates: Sequence[float]) -> None:
+        """Brings hyper-parameters up to date with the learning rates, one for each table."""
+        rows = [
+            optimizer.hyper(rate) for optimizer, rate in zip(self.optimizers, learning_rates, strict=True)
+        ]
+        if rows != self._hyper_rows:
+            fresh = torch.tensor(rows, dtype=torch.float64)
+            if self.slots.is_cuda:
+                # page-locked, so that the copy does not wait for the device
+                fresh = fresh.pin_memory()
+            if self.hyper.shape == fresh.shape:
+                # in place: a captured CUDA graph keeps reading this tensor
+                self.hyper.copy_(fresh, non_blocking=True)
+            else:
+                self.hyper = fresh.to(self.slots.device, non_blocking=True)
+            self._hyper_rows = rows
+
+    def masked(self, learns: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """Table descriptors with FROZEN for tables that do not learn, and int64 `[T]` ones for those that do."""
+        key = tuple(learns)
+        if key not in self._masks:
+            descriptors = self._descriptors.copy()
+            descriptors[~np.array(key, bool), T_RULE] = FROZEN
+            device = self.slots.device
+            self._masks[key] = (torch.from_numpy(descriptors).to(device), torch.tensor(key).to(torch.int64).to(device))
+        return self._masks[key]

@@ -1,0 +1,175 @@
+"""One optimizer step of one group: join what the lookups left behind, and change the rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..optim import apply_rule
+from ..plan import COLUMN, ROW_BASE, ROWS
+from .backends import Csr, Update, select
+from .ledger import Record
+from .state import GroupState
+
+Joined = tuple[Tensor, Csr, Tensor, Tensor]
+"""`features`, `csr`, `scale`, `grad` as the backends take them."""
+
+
+def join(records: Sequence[Record]) -> Joined:
+    """Several lookups as one, so that a row they share is stepped once, with the sum of their gradients."""
+    first = records[0]
+    if len(records) == 1:
+        return first.launch.features, first.csr, first.scale, first.grad
+    if any(record.launch is not first.launch for record in records):
+        return _side_by_side(records)
+    bags = max(record.csr.bags for record in records)
+    records = [_filled_up(record, bags) for record in records]
+    csr = _joined_csr(records, bags)
+    scale = torch.cat([record.scale for record in records])
+    return first.launch.features, csr, scale, torch.cat([record.grad for record in records])
+
+
+def _side_by_side(records: Sequence[Record]) -> Joined:
+    """Lookups of different features: their descriptors and columns one after the other, as one wider lookup."""
+    bags = max(record.csr.bags for record in records)
+    normalised = any(record.launch.normalised for record in records)
+    filled = [_filled_up(record, bags) for record in records]
+    features, scales, column = [], [], 0
+    for record in filled:
+        own = record.launch.features.clone()
+        own[:, COLUMN] += column
+        column += record.launch.width
+        features.append(own)
+        missing = normalised and not record.launch.normalised
+        scales.append(record.scale.new_ones(own.shape[0] * bags) if missing else record.scale)
+    return (
+        torch.cat(features), _joined_csr(filled, bags), torch.cat(scales), torch.cat([r.grad for r in filled], 1),
+    )  # fmt: skip
+
+
+def _joined_csr(records: Sequence[Record], bags: int) -> Csr:
+    parts = [record.csr for record in records]
+    kind = torch.int64 if len({part.ids.dtype for part in parts}) > 1 else parts[0].ids.dtype
+    ids = torch.cat([part.ids.to(kind) for part in parts])
+    offsets, start = [], 0
+    for part in parts:
+        offsets.append(part.offsets[:-1] + start)
+        start += part.ids.shape[0]
+    offsets.append(parts[-1].offsets[-1:] + (start - parts[-1].ids.shape[0]))
+    weights = None
+    if any(part.weights is not None for part in parts):
+        dtype = next(part.weights.dtype for part in parts if part.weights is not None)
+        weights = torch.cat(
+            [torch.ones_like(p.ids, dtype=dtype) if p.weights is None else p.weights for p in parts]
+        )
+    return Csr(ids, torch.cat(offsets), weights, bags)
+
+
+def _filled_up(record: Record, bags: int) -> Record:
+    """The same lookup with empty bags after the real ones."""
+    have = record.csr.bags
+    if have == bags:
+        return record
+    features = record.launch.features.shape[0]
+    starts = record.csr.offsets[:-1].view(features, have)
+    ends = record.csr.offsets[1:].view(features, have)[:, -1:] if have else starts.new_zeros(features, 1)
+    offsets = torch.cat([starts, ends.expand(features, bags - have)], 1).reshape(-1)
+    scale = record.scale
+    if scale.shape[0] or record.launch.normalised:
+        scale = torch.nn.functional.pad(scale.view(features, have), (0, bags - have)).reshape(-1)
+    grad = torch.nn.functional.pad(record.grad, (0, 0, 0, bags - have))
+    csr = record.csr._replace(offsets=torch.cat([offsets, record.csr.offsets[-1:]]), bags=bags)
+    return Record(record.group, record.launch, csr, scale, grad)
+
+
+def square_sum(state: GroupState, records: Sequence[Record], learns: Sequence[bool]) -> Tensor:
+    """The sum of squares of all row gradients of the tables that learn, each row's contributions added first."""
+    features, csr, scale, grad = join(records)
+    tables, _ = state.masked(learns)
+    update = _update(state, features, tables, None, None)
+    return select(grad.device, state.arena.buffer.dtype).row_square_sum(update, csr, scale, grad)
+
+
+def step(
+    state: GroupState, records: Sequence[Record], learns: Sequence[bool], grad_scale: Tensor | None, skip: Tensor | None
+) -> None:
+    """One step of every table that learns.
+
+    Args:
+        state: the group's state; written, as are the tables.
+        records: the lookups since the last step.
+        learns: for each table, whether it does.
+        grad_scale: scalar the gradients are multiplied by.
+        skip: scalar; if not 0, nothing changes, not even the step counters.
+    """
+    features, csr, scale, grad = join(records)
+    _, counted = state.masked(learns)
+    state.steps += counted if skip is None else counted * (skip == 0)
+    backend = select(grad.device, state.arena.buffer.dtype)
+    modes = [_mode(state, table) if learn else "frozen" for table, learn in enumerate(learns)]
+    if "rows" in modes:
+        tables, _ = state.masked([mode == "rows" for mode in modes])
+        backend.row_update(_update(state, features, tables, grad_scale, skip), csr, scale, grad)
+    if "each" in modes:
+        tables, _ = state.masked([mode == "each" for mode in modes])
+        update = _update(state, features, tables, grad_scale, skip)
+        for ids in _one_by_one(features, csr):
+            backend.row_update(update, csr._replace(ids=ids), scale, grad)
+    if "all" in modes:
+        _step_all_rows(state, (features, csr, scale, grad), modes, grad_scale, skip)
+
+
+def _mode(state: GroupState, table: int) -> str:
+    optimizer = state.optimizers[table]
+    if optimizer.dense:
+        return "all"
+    return "rows" if optimizer.use_gradient_accumulation else "each"
+
+
+def _update(
+    state: GroupState, features: Tensor, tables: Tensor, grad_scale: Tensor | None, skip: Tensor | None
+) -> Update:
+    return Update(
+        state.arena.buffer, features, tables, state.rules, state.slots, state.hyper, state.steps, grad_scale, skip
+    )
+
+
+def _one_by_one(features: Tensor, csr: Csr) -> list[Tensor]:
+    """The ids in rounds, each row at most once in a round, in the order of the batch; waits for the device."""
+    lengths = csr.offsets.diff()
+    bag = torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
+    feature = (bag // max(csr.bags, 1)) % features.shape[0]
+    present = (csr.ids >= 0) & (csr.ids < features[feature, ROWS])
+    keys = torch.where(present, features[feature, ROW_BASE] + csr.ids, -1)
+    order = torch.argsort(keys, stable=True)
+    ordered = keys[order]
+    first = torch.searchsorted(ordered, ordered)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device) - first
+    rank = torch.where(present, rank, -1)
+    rounds = int(rank.max()) + 1 if len(rank) else 0
+    return [torch.where(rank == number, csr.ids, -1) for number in range(rounds)]
+
+
+def _step_all_rows(
+    state: GroupState, joined: Joined, modes: Sequence[str], grad_scale: Tensor | None, skip: Tensor | None
+) -> None:
+    """Dense semantics: every row of the table steps, with gradient 0 where it was not looked up."""
+    features, csr, scale, grad = joined
+    arena = state.arena
+    # summed in the accumulation type: the tables' own may be too coarse for a gradient
+    flat = torch.zeros(arena.size, dtype=state.slots.dtype, device=arena.buffer.device)
+    select(grad.device, flat.dtype).row_grad(flat, features, csr, scale, grad)
+    for number, (table, start) in enumerate(zip(arena.parameters, arena.starts, strict=True)):
+        if modes[number] != "all":
+            continue
+        with torch.no_grad():
+            g = flat[start : start + table.numel()].view(table.shape).to(state.slots.dtype)
+            if grad_scale is not None:
+                g = g * grad_scale
+            old = [state.view(number, slot) for slot in state.names(number)]
+            hyper = state.hyper[number].to(state.slots.dtype)
+            rule = state.optimizers[number].kernel_class()
+            w, new = apply_rule(rule, table.to(g.dtype), g, tuple(old), hyper, state.steps[number], torch)
+            for target, value in ((table, w), *zip(old, new, strict=True)):
+                target.copy_(value if skip is None else torch.where(skip == 0, value, target.to(value.dtype)))
