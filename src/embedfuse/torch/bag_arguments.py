@@ -24,9 +24,11 @@ class BagArguments(NamedTuple):
 
 
 def read(
-    input: Tensor, offsets: Tensor | None, weights: Tensor | None, includes_end: bool, watched: bool
+    input: Tensor, offsets: Tensor | None, weights: Tensor | None, includes_end: bool, readable: bool
 ) -> BagArguments:
     """Brings 1-D ids with offsets, N-D ids `[..., K]` and jagged ids to one form.
+
+    `readable` says that tensors on the CPU hold numbers and may be looked at, which they do not while being traced.
 
     Raises:
         TypeError: ids or offsets that are no integers, weights that are no floats.
@@ -45,7 +47,7 @@ def read(
     dim = input.dim()
     ids = _integers("input", input).reshape(-1)
     if dim == 1:
-        return _flat(ids.contiguous(), offsets, weights, includes_end, watched)
+        return _flat(ids.contiguous(), offsets, weights, includes_end, readable)
     if dim == 0:
         raise ValueError("`input` must have at least one dimension, got a scalar: use input[None] for a bag of one id")
     if offsets is not None:
@@ -61,7 +63,7 @@ def read(
 
 
 def _flat(
-    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, includes_end: bool, watched: bool
+    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, includes_end: bool, readable: bool
 ) -> BagArguments:
     if offsets is None:
         raise ValueError("`offsets` must be given for 1-D `input`: the position where each bag starts, e.g. [0, 2, 5]")
@@ -79,7 +81,7 @@ def _flat(
         nothing = None if weights is None else weights[:0]
         return BagArguments(ids[:0], torch.zeros(1, dtype=torch.int64, device=ids.device), nothing, (0,), None)
     on_cpu = ids.device.type == "cpu"
-    if on_cpu and not watched:
+    if on_cpu and readable:
         offsets, end = check_offsets(offsets, count, includes_end)
         if end != count:
             ids, weights = ids[:end], None if weights is None else weights[:end]

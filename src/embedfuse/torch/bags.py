@@ -1,7 +1,7 @@
 """The batch of one feature: B bags of ids, each with any number of them, in compressed (CSR) form."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -288,30 +288,23 @@ def _from_list_array(column: Any) -> tuple[Tensor, Tensor]:
         values = column.flatten()
         offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     else:
-        raw = torch.from_numpy(_writable(column.offsets.to_numpy()))
+        raw = torch.from_dlpack(column.offsets)
         values = column.values.slice(int(raw[0]), int(raw[-1] - raw[0]))
         offsets = raw.to(torch.int64) - int(raw[0])
     if values.null_count:
         raise ValueError(f"`column` must hold no null ids, got {values.null_count}: fill or drop them")
-    return torch.from_numpy(_writable(values.to_numpy(zero_copy_only=True))), offsets
+    return torch.from_dlpack(values), offsets
 
 
-def _writable(array: Any) -> Any:
-    # torch warns of read-only arrays since it could write to them; ids are never written here
-    import numpy as np
-
-    return np.lib.stride_tricks.as_strided(array, writeable=True) if not array.flags.writeable else array
-
-
-def as_iterable(bags: Bags) -> Iterable[Tensor | None]:
-    """The tensors a `Bags` is made of, in the order of `__slots__`."""
-    return bags.ids, bags.offsets, bags.weights
-
-
+# lets torch.export, vmap and DataLoader workers see the tensors inside
 torch.utils._pytree.register_pytree_node(
     Bags,
     lambda bags: ([bags.ids, bags.offsets, bags.weights], None),
     lambda children, _context: _unchecked(*children),
+    flatten_with_keys_fn=lambda bags: (
+        [(torch.utils._pytree.GetAttrKey(name), getattr(bags, name)) for name in Bags.__slots__],
+        None,
+    ),
     serialized_type_name="embedfuse.torch.Bags",
     to_dumpable_context=lambda _context: "",
     from_dumpable_context=lambda _text: None,

@@ -74,7 +74,8 @@ def embedding_bag(
         input, weight = weight, input
     _check(input, weight, mode, scale_grad_by_freq, sparse, per_sample_weights)
     watched = one_table.is_watched(input, weight, offsets, per_sample_weights)
-    bags = read(input, offsets, per_sample_weights, include_last_offset, watched)
+    readable = not watched and not one_table.is_transformed()
+    bags = read(input, offsets, per_sample_weights, include_last_offset, readable)
     rows, dim = weight.shape
     ids, absent = bags.ids, bags.tail
     if max_norm is not None:

@@ -2,7 +2,8 @@
 
 An op with gradients costs about 140 µs of Python in torch's dispatcher (torch 2.13, one CPU core). So where nothing
 watches ops (no compiler, no transform, no dispatch mode), its backend is called straight from a
-`torch.autograd.Function` here, for an eighth of that; what is computed is the same.
+`torch.autograd.Function` here, for an eighth of that; what is computed is the same. `torch.func.grad` knows such functions, and
+not the gradients of ops.
 """
 
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..combiners import COMBINERS
 from . import max_pool, sparse_op  # noqa: F401  (declares its ops)
@@ -20,14 +22,21 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
-    """Whether ops must be left to torch's dispatcher: something traces them, transforms them or overrides tensors."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-    ):
+    """Whether ops must be left to torch's dispatcher: something traces them, or overrides tensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    return any(type(tensor) not in _PLAIN for tensor in tensors if tensor is not None)
+    return any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors if tensor is not None)
+
+
+def is_transformed() -> bool:
+    """Whether tensors may be wrapped by `torch.func` or carry tangents: a Function must see them, the host must not."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _learns(*tensors: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return is_transformed()
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors) or is_transformed()
 
 
 # --- descriptors ---------------------------------------------------------------------------------------------------
@@ -76,7 +85,7 @@ def pooled(
         out, _ = torch.ops.embedfuse.pooled_lookup(
             [weight], [0], weight.numel(), features, ids, offsets, weights, bags, weight.shape[1], normalised, policy, 0
         )
-    elif torch.is_grad_enabled() and (weight.requires_grad or (weights is not None and weights.requires_grad)):
+    elif _learns(weight, weights):
         out, _ = _Pooled.apply(weight, weights, features, ids, offsets, bags, normalised, policy)
     else:
         out, _ = _Pooled.forward(weight, weights, features, ids, offsets, bags, normalised, policy)
@@ -109,7 +118,7 @@ def largest(
     arguments = (weight, features, ids, offsets, offsets.shape[0] - 1, weight.shape[1], policy)
     if watched:
         out, _ = torch.ops.embedfuse.max_lookup(*arguments)
-    elif torch.is_grad_enabled() and weight.requires_grad:
+    elif _learns(weight):
         out, _ = _Max.apply(*arguments)
     else:
         out, _ = max_pool.max_lookup(*arguments)

@@ -1,11 +1,12 @@
 """Backends: who computes an op. Each is one file that fills in `Backend`; this one chooses.
 
 `"auto"` (the default) takes the first of `triton`, `cpu`, `eager` that serves the tensors at hand. A backend asked for
-by name works or raises its reason.
+by name works or raises its reason. `EMBEDFUSE_BACKEND` in the environment names the one to start with.
 """
 
 import contextlib
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -124,7 +125,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype = torch.float32)
         return str(error)
 
 
-_chosen: str = "auto"
+_chosen: str = os.environ.get("EMBEDFUSE_BACKEND", "auto")
 
 
 @contextlib.contextmanager
