@@ -1,0 +1,135 @@
+"""How kernels read the descriptors of `plan.py`: columns of its `features` and `tables`, and what makes an id count."""
+
+from .._triton import tl, triton
+
+# --- `features`: `feature` is a number or a block of numbers --------------------------------------------------------
+
+
+@triton.jit
+def feature_table(p_features, feature):
+    return tl.load(p_features + feature * 9)
+
+
+@triton.jit
+def feature_offset(p_features, feature):
+    return tl.load(p_features + feature * 9 + 1)
+
+
+@triton.jit
+def feature_rows(p_features, feature):
+    return tl.load(p_features + feature * 9 + 2)
+
+
+@triton.jit
+def feature_dim(p_features, feature):
+    return tl.load(p_features + feature * 9 + 3)
+
+
+@triton.jit
+def feature_column(p_features, feature):
+    return tl.load(p_features + feature * 9 + 4)
+
+
+@triton.jit
+def feature_row_base(p_features, feature):
+    return tl.load(p_features + feature * 9 + 5)
+
+
+@triton.jit
+def feature_moment(p_features, feature):
+    return tl.load(p_features + feature * 9 + 6)
+
+
+@triton.jit
+def feature_power(p_features, feature):
+    return tl.load(p_features + feature * 9 + 7)
+
+
+@triton.jit
+def feature_flags(p_features, feature):
+    return tl.load(p_features + feature * 9 + 8)
+
+
+# --- `tables` -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def table_offset(p_tables, table):
+    return tl.load(p_tables + table * 7)
+
+
+@triton.jit
+def table_dim(p_tables, table):
+    return tl.load(p_tables + table * 7 + 2)
+
+
+@triton.jit
+def table_row_base(p_tables, table):
+    return tl.load(p_tables + table * 7 + 3)
+
+
+@triton.jit
+def table_rule(p_tables, table):
+    return tl.load(p_tables + table * 7 + 4)
+
+
+@triton.jit
+def table_slot0(p_tables, table):
+    return tl.load(p_tables + table * 7 + 5)
+
+
+@triton.jit
+def table_slot1(p_tables, table):
+    return tl.load(p_tables + table * 7 + 6)
+
+
+# --- ids ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def id_counts(ids, weights, rows, flags, inside):
+    """Which ids count: those `inside` the batch and their table, of positive weight where the feature asks for it."""
+    dropped = ((flags & 2) != 0) & (weights <= 0)
+    return inside & (ids >= 0) & (ids < rows) & (dropped == 0)
+
+
+@triton.jit
+def id_is_bad(ids, rows, flags, inside):
+    """Which ids are out of range: outside their table, except negative ones where the feature drops those."""
+    forgiven = ((flags & 1) != 0) & (ids < 0)
+    return inside & ((ids < 0) | (ids >= rows)) & (forgiven == 0)
+
+
+@triton.jit
+def report_bad_ids(p_bad, p_ids, position, end, rows, flags, feature, STEP: tl.constexpr):
+    """Keeps the first bad position of the batch, and its feature, in `p_bad`: each lane looks at every `STEP`th id.
+
+    The word is `(2**40 - 1 - position) << 20 | feature`, so the first position is the largest word, and 0 is none.
+    This is the one atomic of the engine: a maximum, which does not depend on the order. Called only where an id is bad.
+    """
+    left = tl.max(end - position, axis=0)
+    worst = position * 0
+    while left > 0:
+        inside = position < end
+        ids = tl.load(p_ids + position, mask=inside, other=0).to(tl.int64)
+        bad = id_is_bad(ids, rows, flags, inside)
+        word = ((1099511627775 - position) << 20) | (feature & 1048575)
+        worst = tl.maximum(worst, tl.where(bad, word, 0))
+        position += STEP
+        left -= STEP
+    tl.atomic_max(p_bad, tl.max(worst, axis=0))
+
+
+@triton.jit
+def moment_of(weights, moment):
+    """`weights ** moment` for moments 0, 1 and 2."""
+    return tl.where(moment == 0, 1.0, tl.where(moment == 1, weights, weights * weights))
+
+
+@triton.jit
+def scale_of(total, power):
+    """`total ** (-power / 2)`, 0 where `total` is 0; 1 where `power` is 0."""
+    safe = tl.where(total == 0, 1.0, total)
+    root = tl.where(power == 2, safe, tl.sqrt_rn(tl.where(power == 2, 1.0, safe)))
+    inverse = tl.where(total == 0, 0.0, tl.div_rn(safe * 0 + 1, root))
+    return tl.where(power == 0, 1.0, inverse)

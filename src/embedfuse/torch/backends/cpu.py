@@ -1,0 +1,116 @@
+"""The native engine for CPU tensors (`embedfuse.cpu`): vector code for this processor, PyTorch's threads."""
+
+import torch
+from torch import Tensor
+
+from ... import cpu
+from ...optim.base import apply_rule
+from ...plan import FROZEN, T_OFFSET, T_RULE, T_SLOT0
+from . import BadId, Csr, Policy, Update
+from .eager import _view as view_of_table
+
+
+def _accumulation(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _packed(csr: Csr) -> Csr:
+    weights = None if csr.weights is None else csr.weights.contiguous()
+    return Csr(csr.ids.contiguous(), csr.offsets.contiguous(), weights, csr.bags)
+
+
+def _is_skipped(update: Update) -> bool:
+    return update.skip is not None and float(update.skip) != 0
+
+
+class CpuBackend:
+    """See `Backend`."""
+
+    name = "cpu"
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu":
+            return f"the native engine reads the memory of the CPU, not of {device.type}"
+        if str(dtype).removeprefix("torch.") not in cpu.DTYPES:
+            return f"the native engine knows {', '.join(cpu.DTYPES)}, not {dtype}"
+        return None
+
+    def pooled_lookup(
+        self, table: Tensor, features: Tensor, csr: Csr, width: int, normalised: bool, policy: Policy
+    ) -> tuple[Tensor, Tensor]:
+        out = torch.empty((csr.bags, width), dtype=table.dtype)
+        scale = torch.empty(features.shape[0] * csr.bags if normalised else 0, dtype=_accumulation(table.dtype))
+        bad = cpu.pooled_lookup(
+            table, features, _packed(csr), out, scale, checked=policy == "raise", threads=torch.get_num_threads()
+        )
+        if bad is not None:
+            raise BadId(bad)
+        return out, scale
+
+    def max_lookup(
+        self, table: Tensor, features: Tensor, csr: Csr, width: int, policy: Policy
+    ) -> tuple[Tensor, Tensor]:
+        """Max pooling and the position each element came from, see `embedfuse.cpu.max_lookup`."""
+        out = torch.empty((csr.bags, width), dtype=table.dtype)
+        winners = torch.empty((csr.bags, width), dtype=torch.int64)
+        bad = cpu.max_lookup(
+            table, features, _packed(csr), out, winners, checked=policy == "raise", threads=torch.get_num_threads()
+        )
+        if bad is not None:
+            raise BadId(bad)
+        return out, winners
+
+    def max_grad(self, out: Tensor, features: Tensor, csr: Csr, winners: Tensor, grad: Tensor) -> None:
+        """The gradient of `max_lookup`, see `embedfuse.cpu.max_grad`."""
+        cpu.max_grad(out, features, _packed(csr), winners.contiguous(), grad, threads=torch.get_num_threads())
+
+    @torch.no_grad()
+    def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
+        if _is_skipped(update):
+            return
+        grad_scale = 1.0 if update.grad_scale is None else float(update.grad_scale)
+        rules = [cpu.rule_number(rule.native) for rule in update.rules]
+        csr = _packed(csr)
+        cpu.row_update(
+            update, csr, scale.contiguous(), grad, rules, grad_scale=grad_scale, threads=torch.get_num_threads()
+        )
+        if min(rules, default=0) < 0:
+            for number, rule in enumerate(update.tables[:, T_RULE].tolist()):
+                if rule != FROZEN and rules[rule] < 0:
+                    self._update_in_torch(update, csr, scale, grad, number, grad_scale)
+
+    def _update_in_torch(
+        self, update: Update, csr: Csr, scale: Tensor, grad: Tensor, number: int, grad_scale: float
+    ) -> None:
+        """Steps one table whose rule the engine does not have: sums natively, the rule in PyTorch."""
+        rows, sums = map(
+            torch.from_numpy,
+            cpu.collect_rows(update, csr, scale.contiguous(), grad, number, threads=torch.get_num_threads()),
+        )
+        described = update.tables[number].tolist()
+        rule = update.rules[described[T_RULE]]
+        weights = view_of_table(update.table, described, T_OFFSET, "element")
+        slots = [view_of_table(update.slots, described, T_SLOT0 + i, kind) for i, kind in enumerate(rule.slot_kinds)]
+        w = weights[rows].to(sums.dtype)
+        state = tuple(slot[rows] for slot in slots)
+        w, state = apply_rule(rule, w, sums * grad_scale, state, update.hyper[number], update.steps[number], torch)
+        weights[rows] = w.to(weights.dtype)
+        for slot, value in zip(slots, state, strict=True):
+            slot[rows] = value
+
+    def row_grad(self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> None:
+        cpu.row_grad(out, features, _packed(csr), scale.contiguous(), grad, threads=torch.get_num_threads())
+
+    def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
+        total = cpu.row_square_sum(update, _packed(csr), scale.contiguous(), grad, threads=torch.get_num_threads())
+        return torch.tensor(total, dtype=_accumulation(update.table.dtype))
+
+    def coefficient_grad(self, table: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
+        out = torch.empty(csr.ids.shape[0], dtype=_accumulation(table.dtype))
+        cpu.coefficient_grad(
+            table, features, _packed(csr), scale.contiguous(), grad, out, threads=torch.get_num_threads()
+        )
+        return out
+
+
+BACKEND = CpuBackend()

@@ -1,0 +1,134 @@
+"""What the host must know of descriptors that live on a device: the widest row, the number of rows, common alignments.
+
+Read once for each descriptor tensor, which makes the host wait once; after that a look-up by storage. So descriptors
+must be kept from call to call, and be changed through PyTorch (which counts versions) or not at all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...plan import (
+    COLUMN,
+    DIM,
+    OFFSET,
+    ROW_BASE,
+    ROWS,
+    T_DIM,
+    T_OFFSET,
+    T_ROW_BASE,
+    T_ROWS,
+    T_RULE,
+    T_SLOT0,
+    T_SLOT1,
+    TABLE,
+    TABLE_WIDTH,
+)
+
+LARGEST_ALIGNMENT = 16
+"""Elements; more than any wide word holds."""
+
+
+@dataclass
+class FeatureFacts:
+    """Of a `features` tensor. Alignments are powers of two, in elements."""
+
+    widest: int
+    rows: int  # V
+    dims: int
+    starts: int  # of OFFSET and DIM together: every row starts at a multiple
+    columns: int
+    tables: Tensor  # descriptors of the tables read, each learning by rule 0
+
+
+@dataclass
+class TableFacts:
+    """Of a `tables` tensor."""
+
+    widest: int
+    rows: int
+    dims: int
+    starts: int
+    slots: int
+    rules: frozenset[int]
+
+
+T = TypeVar("T")
+_known: dict[tuple[Any, ...], tuple[StorageWeakRef, Any]] = {}
+
+
+def feature_facts(features: Tensor) -> FeatureFacts:
+    """Facts of `features`; waits for the device the first time."""
+    return _facts(features, _read_features)
+
+
+def table_facts(tables: Tensor) -> TableFacts:
+    """Facts of `tables`; waits for the device the first time."""
+    return _facts(tables, _read_tables)
+
+
+def known_columns(features: Tensor) -> int:
+    """The alignment of the columns if it is known without waiting, else 1."""
+    entry = _known.get(_key(features, _read_features))
+    return 1 if entry is None else int(entry[1].columns)
+
+
+def _key(tensor: Tensor, read: Callable[[Tensor], Any]) -> tuple[Any, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return read, tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, version
+
+
+def _facts(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
+    key = _key(tensor, read)
+    entry = _known.get(key)
+    if entry is None:
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the first lookup of these features cannot be captured in a CUDA graph: run one batch before capturing"
+            )
+        for old in [old for old, (reference, _) in _known.items() if reference.expired()]:
+            del _known[old]
+        # the weak reference keeps the address, hence the key, from being used again
+        entry = _known[key] = (StorageWeakRef(tensor.untyped_storage()), read(tensor))
+    facts: T = entry[1]
+    return facts
+
+
+def alignment(*values: Any) -> int:
+    """The largest power of two, at most `LARGEST_ALIGNMENT`, that divides all values."""
+    bits = LARGEST_ALIGNMENT
+    for value in values:
+        bits |= int(np.bitwise_or.reduce(np.asarray(value, np.int64), axis=None))
+    return bits & -bits
+
+
+def _read_features(features: Tensor) -> FeatureFacts:
+    host = features.detach().cpu().numpy()
+    tables = np.zeros((int(host[:, TABLE].max()) + 1, TABLE_WIDTH), np.int64)
+    for target, source in ((T_OFFSET, OFFSET), (T_ROWS, ROWS), (T_DIM, DIM), (T_ROW_BASE, ROW_BASE)):
+        tables[host[:, TABLE], target] = host[:, source]
+    return FeatureFacts(
+        widest=int(host[:, DIM].max()),
+        rows=int((host[:, ROW_BASE] + host[:, ROWS]).max()),
+        dims=alignment(host[:, DIM]),
+        starts=alignment(host[:, OFFSET], host[:, DIM]),
+        columns=alignment(host[:, COLUMN]),
+        tables=torch.from_numpy(tables).to(features.device),
+    )
+
+
+def _read_tables(tables: Tensor) -> TableFacts:
+    host = tables.detach().cpu().numpy()
+    return TableFacts(
+        widest=int(host[:, T_DIM].max()),
+        rows=int((host[:, T_ROW_BASE] + host[:, T_ROWS]).max()),
+        dims=alignment(host[:, T_DIM]),
+        starts=alignment(host[:, T_OFFSET], host[:, T_DIM]),
+        slots=alignment(host[:, T_SLOT0], host[:, T_SLOT1], host[:, T_DIM]),
+        rules=frozenset(host[:, T_RULE].tolist()),
+    )
