@@ -1,13 +1,14 @@
 """The arguments of `embedding_bag`, in all their forms → ids, offsets and weights of one lookup."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .bags import ID_TYPES
 
-_lib = torch.library.Library("embedfuse", "FRAGMENT")
+_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _lib.define("checked_offsets(Tensor offsets, SymInt count, bool includes_end) -> Tensor")
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -26,7 +27,7 @@ class BagArguments(NamedTuple):
 def read(
     input: Tensor, offsets: Tensor | None, weights: Tensor | None, includes_end: bool, readable: bool
 ) -> BagArguments:
-    """Brings 1-D ids with offsets, N-D ids `[..., K]` and jagged ids to one form.
+    """Brings 1-D ids with offsets and N-D ids `[..., K]` to one form.
 
     `readable` says that tensors on the CPU hold numbers and may be looked at, which they do not while being traced.
 
@@ -34,21 +35,16 @@ def read(
         TypeError: ids or offsets that are no integers, weights that are no floats.
         ValueError: shapes or devices that do not fit; on the CPU also offsets that break the rules.
     """
-    if input.is_nested:
-        input, offsets, weights = _of_nested(input, offsets, weights)
-        includes_end = True
-    elif weights is not None and weights.shape != input.shape:
+    if weights is not None and weights.shape != input.shape:
         raise ValueError(
             f"`per_sample_weights` must have the shape of `input`, {tuple(input.shape)}, got {tuple(weights.shape)}"
         )
     if weights is not None:
         _check_weights(weights, input)
-        weights = weights.reshape(-1)
-    dim = input.dim()
-    ids = _integers("input", input).reshape(-1)
-    if dim == 1:
+    ids = _integers("input", input)
+    if input.dim() == 1:
         return _flat(ids.contiguous(), offsets, weights, includes_end, readable)
-    if dim == 0:
+    if input.dim() == 0:
         raise ValueError("`input` must have at least one dimension, got a scalar: use input[None] for a bag of one id")
     if offsets is not None:
         raise ValueError(
@@ -59,7 +55,8 @@ def read(
     bags = 1
     for size in shape:
         bags *= size
-    return BagArguments(ids, torch.arange(bags + 1, device=ids.device) * input.shape[-1], weights, shape, None)
+    offsets = torch.arange(bags + 1, device=ids.device) * input.shape[-1]
+    return BagArguments(ids.reshape(-1), offsets, None if weights is None else weights.reshape(-1), shape, None)
 
 
 def _flat(
@@ -104,21 +101,23 @@ def check_offsets(offsets: Tensor, count: int, includes_end: bool) -> tuple[Tens
         ValueError: they do not start at 0, decrease, or leave the `count` ids.
     """
     values = offsets.numpy()
-    if values[0] != 0:
-        raise ValueError(f"`offsets` must start at 0, got {values[0]}")
-    fall = values[1:] < values[:-1]
-    if fall.any():
-        at = int(fall.argmax())
-        raise ValueError(f"`offsets` must not decrease, got {values[at]} before {values[at + 1]} at position {at + 1}")
+    if not includes_end:
+        # one more, so that the comparison below also finds a last bag that starts beyond the ids
+        values = np.empty(offsets.shape[0] + 1, np.int64)
+        values[:-1], values[-1] = offsets.numpy(), count
     last = int(values[-1])
-    if last > count:
-        raise ValueError(f"`offsets` must not exceed the number of ids, {count}, got {last}")
-    if includes_end:
-        return offsets.to(torch.int64).contiguous(), last
-    whole = torch.empty(values.shape[0] + 1, dtype=torch.int64)
-    numbers = whole.numpy()
-    numbers[:-1], numbers[-1] = values, count
-    return whole, count
+    if values[0] != 0 or last > count or np.count_nonzero(values[1:] < values[:-1]):
+        raise ValueError(_broken_rule(offsets.tolist(), count))
+    return (offsets.to(torch.int64).contiguous() if includes_end else torch.from_numpy(values)), last
+
+
+def _broken_rule(values: list[int], count: int) -> str:
+    if values[0] != 0:
+        return f"`offsets` must start at 0, got {values[0]}"
+    for at in range(1, len(values)):
+        if values[at] < values[at - 1]:
+            return f"`offsets` must not decrease, got {values[at - 1]} before {values[at]} at position {at}"
+    return f"`offsets` must not exceed the number of ids, {count}, got {values[-1]}"
 
 
 def _checked_offsets(offsets: Tensor, count: int, includes_end: bool) -> Tensor:
@@ -129,7 +128,7 @@ def _checked_offsets(offsets: Tensor, count: int, includes_end: bool) -> Tensor:
 _lib.impl("checked_offsets", _checked_offsets, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("embedfuse::checked_offsets", lib=_lib)
+@torch.library.register_fake("embedfuse::checked_offsets", lib=_lib)  # type: ignore[untyped-decorator]
 def _(offsets: Tensor, count: int, includes_end: bool) -> Tensor:
     return torch.empty_like(offsets)
 
@@ -141,9 +140,8 @@ def without(ids: Tensor, absent: Tensor, rows: int) -> Tensor:
     return torch.where(absent, -1, torch.where(ids < 0, rows, ids))
 
 
-def _of_nested(
-    input: Tensor, offsets: Tensor | None, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def read_nested(input: Any, offsets: Tensor | None, weights: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Brings jagged ids `[B, *]`, and weights likewise, to 1-D ids, offsets that include the end, and weights."""
     if offsets is not None:
         raise ValueError("`offsets` must be None for nested `input`, which has its own")
     _check_jagged("input", input)
@@ -160,11 +158,11 @@ def _of_nested(
     return input.values(), input.offsets(), weights.values()
 
 
-def _check_jagged(name: str, tensor: Tensor) -> None:
+def _check_jagged(name: str, tensor: Any) -> None:
     if tensor.layout is not torch.jagged or tensor.dim() != 2 or tensor.lengths() is not None:
         raise ValueError(
-            f"nested `{name}` must be [B, *], of layout torch.jagged and without holes, got {tensor.dim()} dimensions and "
-            f"{tensor.layout}: use torch.nested.nested_tensor(list of 1-D tensors, layout=torch.jagged)"
+            f"nested `{name}` must be [B, *], of layout torch.jagged and without holes, got {tensor.dim()} dimensions "
+            f"and {tensor.layout}: use torch.nested.nested_tensor(list of 1-D tensors, layout=torch.jagged)"
         )
 
 

@@ -1,9 +1,9 @@
 """Drop-ins for `torch.nn.EmbeddingBag` and `torch.nn.functional.embedding_bag`: change the import, nothing else.
 
 Where torch's own are wrong, these are right: ids after the last offset do not count, `scale_grad_by_freq` divides each
-row by its own count, and 16-bit tables are summed in float32. They also take what torch refuses: weights with every mode
-but max, weights of another dtype than the table's, `mode="sqrtn"`, ids of any number of dimensions, bags without places,
-and double backward.
+row by its own count, and 16-bit tables are summed in float32. They also take what torch refuses: weights with every
+mode but max, weights of another dtype than the table's, `mode="sqrtn"`, ids of any number of dimensions, bags without
+places, and double backward.
 """
 
 import warnings
@@ -15,7 +15,8 @@ from ..combiners import COMBINERS
 from ..plan import DROP_NEGATIVE_IDS
 from . import one_table
 from .backends import BadId
-from .bag_arguments import FLOAT_TYPES, BagArguments, read, without
+from .bag_arguments import FLOAT_TYPES, read, read_nested, without
+from .functions import is_transformed, is_watched
 from .max_norm import shorten_rows
 from .ops import accumulation_dtype
 
@@ -46,7 +47,7 @@ def embedding_bag(
     `Σ w·row / √Σ w²`, "max" the largest element. A bag without ids, or whose denominator is 0, gives zeros.
 
     Args:
-        input: integer ids; 1-D with `offsets`, or `[..., K]` with a bag in the last dimension, or a jagged nested tensor.
+        input: integer ids; 1-D with `offsets`, or `[..., K]`, the last dimension being the bag, or jagged nested.
         weight: `[V, D]`, of any float dtype.
         offsets: where each bag starts, `[B]`; first 0, not decreasing, not beyond `input`.
         max_norm: rows that are looked up and whose norm exceeds this are scaled to it first, in place.
@@ -73,13 +74,17 @@ def embedding_bag(
         )
         input, weight = weight, input
     _check(input, weight, mode, scale_grad_by_freq, sparse, per_sample_weights)
-    watched = one_table.is_watched(input, weight, offsets, per_sample_weights)
-    readable = not watched and not one_table.is_transformed()
-    bags = read(input, offsets, per_sample_weights, include_last_offset, readable)
+    if input.is_nested:
+        input, offsets, per_sample_weights = read_nested(input, offsets, per_sample_weights)
+        include_last_offset = True
+    watched = is_watched(input, weight, offsets, per_sample_weights)
+    readable = not watched and not is_transformed()
+    ids, offsets, weights, shape, absent = read(
+        input, offsets, per_sample_weights, include_last_offset, readable
+    )
     rows, dim = weight.shape
-    ids, absent = bags.ids, bags.tail
     if max_norm is not None:
-        _shorten(weight, bags, float(max_norm), float(norm_type), watched)
+        _shorten(weight, ids if absent is None else torch.where(absent, -1, ids), max_norm, norm_type, watched)
     if padding_idx is not None:
         padding = ids == _wrapped(padding_idx, rows)
         absent = padding if absent is None else absent | padding
@@ -87,26 +92,21 @@ def embedding_bag(
     if absent is not None:
         ids, flags = without(ids, absent, rows), DROP_NEGATIVE_IDS
     if scale_grad_by_freq and weight.requires_grad:
-        weight = one_table.DivideByFrequency.apply(weight, ids)
-    weights = bags.weights
+        weight = _by_frequency(weight, ids, sparse and watched)
     if weights is not None:
         weights = weights.to(accumulation_dtype(weight.dtype)).contiguous()
-    bags = bags._replace(ids=ids, weights=weights)
-    if watched:
-        out = _look_up(weight, bags, mode, flags, sparse, True)
-    else:
-        try:
-            out = _look_up(weight, bags, mode, flags, sparse, False)
-        except BadId as error:
-            raise IndexError(_bad_id(input, rows, bags.offsets, error.position)) from None
-    return out if len(bags.shape) == 1 else out.reshape(*bags.shape, dim)
+    try:
+        out = _look_up(weight, ids, offsets, weights, mode, flags, sparse, watched)
+    except BadId as error:
+        raise IndexError(_bad_id(input, rows, offsets, error.position)) from None
+    return out if len(shape) == 1 else out.reshape(*shape, dim)
 
 
 class EmbeddingBag(torch.nn.EmbeddingBag):
     """A table of embeddings that looks up sums, means or maxima of bags of its rows.
 
-    Equivalent to `torch.nn.EmbeddingBag`, whose arguments, parameter `weight`, initial values and state dict it has, with
-    `embedding_bag` of this package as its forward. `mode` may also be "sqrtn".
+    Equivalent to `torch.nn.EmbeddingBag`, whose arguments, parameter `weight`, initial values and state dict it has,
+    with `embedding_bag` of this package as its forward. `mode` may also be "sqrtn".
     """
 
     def forward(
@@ -119,8 +119,10 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
         )  # fmt: skip
 
 
-def _look_up(weight: Tensor, bags: BagArguments, mode: str, flags: int, sparse: bool, watched: bool) -> Tensor:
-    ids, offsets, weights = bags.ids, bags.offsets, bags.weights
+def _look_up(
+    weight: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, flags: int, sparse: bool,
+    watched: bool,
+) -> Tensor:  # fmt: skip
     features = one_table.descriptor(weight, "sum" if mode == "max" else mode, flags, watched)
     if mode == "max":
         return one_table.largest(weight, features, ids, offsets, "raise", watched)
@@ -151,25 +153,32 @@ def _check(
             )
 
 
+def _by_frequency(weight: Tensor, ids: Tensor, traced_and_sparse: bool) -> Tensor:
+    if traced_and_sparse:
+        raise NotImplementedError(
+            "`scale_grad_by_freq` with `sparse=True` cannot be compiled: set one of them to False, or do not compile"
+        )
+    made: Tensor = one_table.DivideByFrequency.apply(weight, ids)  # type: ignore[no-untyped-call]
+    return made
+
+
 def _wrapped(padding_idx: int, rows: int) -> int:
     if not -rows <= padding_idx < rows:
         raise ValueError(f"`padding_idx` must lie in [-{rows}, {rows}), the rows of `weight`, got {padding_idx}")
     return padding_idx % rows
 
 
-def _shorten(weight: Tensor, bags: BagArguments, max_norm: float, norm_type: float, watched: bool) -> None:
-    ids = bags.ids if bags.tail is None else torch.where(bags.tail, -1, bags.ids)
+def _shorten(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float, watched: bool) -> None:
     if watched:
-        torch.ops.embedfuse.shorten_rows(weight.detach(), ids, max_norm, norm_type)
+        torch.ops.embedfuse.shorten_rows(weight.detach(), ids, float(max_norm), float(norm_type))
     else:
         shorten_rows(weight, ids, max_norm, norm_type)
 
 
 def _bad_id(input: Tensor, rows: int, offsets: Tensor, position: int) -> str:
     """The message for the id at `position` of the flattened `input`."""
-    if input.is_nested:
-        input = input.values()
-    place, rest = [], position
+    place: list[int] = []
+    rest = position
     for size in reversed(input.shape):
         place.insert(0, rest % size)
         rest //= size

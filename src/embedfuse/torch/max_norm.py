@@ -1,9 +1,11 @@
 """`max_norm`: rows that are about to be looked up are shortened in place, outside autograd."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-_lib = torch.library.Library("embedfuse", "FRAGMENT")
+_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _lib.define("shorten_rows(Tensor(a!) table, Tensor ids, float max_norm, float norm_type) -> ()")
 
 MARGIN = 1e-7
@@ -29,6 +31,6 @@ def shorten_rows(table: Tensor, ids: Tensor, max_norm: float, norm_type: float) 
 _lib.impl("shorten_rows", shorten_rows, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("embedfuse::shorten_rows", lib=_lib)
+@torch.library.register_fake("embedfuse::shorten_rows", lib=_lib)  # type: ignore[untyped-decorator]
 def _(table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
     return None

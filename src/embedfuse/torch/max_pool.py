@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .backends import Csr, Policy, select
 
-_lib = torch.library.Library("embedfuse", "FRAGMENT")
+_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _lib.define(
     "max_lookup(Tensor table, Tensor features, Tensor ids, Tensor offsets, SymInt bags, SymInt width, str policy)"
     " -> (Tensor, Tensor)"
 )
 _lib.define(
-    "max_grad(Tensor like, SymInt size, Tensor features, Tensor ids, Tensor offsets, Tensor winners, Tensor grad, SymInt bags)"
-    " -> Tensor"
+    "max_grad(Tensor like, SymInt size, Tensor features, Tensor ids, Tensor offsets, Tensor winners, Tensor grad,"
+    " SymInt bags) -> Tensor"
 )
 
 
@@ -33,9 +33,10 @@ def max_lookup(
     return out, winners
 
 
-def _max_grad(
+def max_grad(
     like: Tensor, size: int, features: Tensor, ids: Tensor, offsets: Tensor, winners: Tensor, grad: Tensor, bags: int
 ) -> Tensor:
+    """The body of the op: the gradient of the table, flat."""
     out = like.new_zeros(size)
     backend: Any = select(like.device, like.dtype)
     backend.max_grad(out, features, Csr(ids, offsets, None, bags), winners, grad)
@@ -43,15 +44,15 @@ def _max_grad(
 
 
 _lib.impl("max_lookup", max_lookup, "CompositeExplicitAutograd")
-_lib.impl("max_grad", _max_grad, "CompositeExplicitAutograd")
+_lib.impl("max_grad", max_grad, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("embedfuse::max_lookup", lib=_lib)
+@torch.library.register_fake("embedfuse::max_lookup", lib=_lib)  # type: ignore[untyped-decorator]
 def _(table: Any, features: Any, ids: Any, offsets: Any, bags: Any, width: Any, policy: Any) -> Any:
     return table.new_empty((bags, width)), table.new_empty((bags, width), dtype=torch.int64)
 
 
-@torch.library.register_fake("embedfuse::max_grad", lib=_lib)
+@torch.library.register_fake("embedfuse::max_grad", lib=_lib)  # type: ignore[untyped-decorator]
 def _(like: Any, size: Any, features: Any, ids: Any, offsets: Any, winners: Any, grad: Any, bags: Any) -> Any:
     return like.new_empty(size)
 
@@ -65,14 +66,13 @@ def save_max_lookup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def max_lookup_backward(ctx: Any, grad: Any, _winners_grad: Any) -> Any:
-    """The gradients of `max_lookup`, one for each argument."""
+def max_lookup_backward(ctx: Any, grad: Any, _winners_grad: Any, run: Any = None) -> Any:
+    """The gradients of `max_lookup`, one for each argument; `run` stands in for the op `max_grad`."""
     features, ids, offsets, winners = ctx.saved_tensors
     table_grad = None
     if grad is not None and ctx.needs_input_grad[0]:
-        flat = torch.ops.embedfuse.max_grad(
-            grad, ctx.shape.numel(), features, ids, offsets, winners, grad, ctx.bags
-        )
+        run = run or torch.ops.embedfuse.max_grad
+        flat = run(grad, ctx.shape.numel(), features, ids, offsets, winners, grad, ctx.bags)
         table_grad = flat.view(ctx.shape)
     return table_grad, None, None, None, None, None, None
 
@@ -82,12 +82,14 @@ torch.library.register_autograd(
 )
 
 
-def _save_max_grad(ctx: Any, inputs: Any, output: Any) -> None:
+def save_max_grad(ctx: Any, inputs: Any, output: Any) -> None:
+    """What the gradient of `max_grad` needs."""
     _, _, _, ids, _, winners, _, _ = inputs
     ctx.save_for_backward(ids, winners)
 
 
-def _max_grad_backward(ctx: Any, upstream: Any) -> Any:
+def max_grad_backward(ctx: Any, upstream: Any) -> Any:
+    """The gradients of `max_grad`: each element of `grad` gets what stands where it went."""
     ids, winners = ctx.saved_tensors
     width = winners.shape[1]
     # the appended row answers for position -1, that is, no winner
@@ -97,4 +99,4 @@ def _max_grad_backward(ctx: Any, upstream: Any) -> Any:
     return None, None, None, None, None, None, grad, None
 
 
-torch.library.register_autograd("embedfuse::max_grad", _max_grad_backward, setup_context=_save_max_grad, lib=_lib)
+torch.library.register_autograd("embedfuse::max_grad", max_grad_backward, setup_context=save_max_grad, lib=_lib)

@@ -1,78 +1,54 @@
-"""Lookups in one table: what `embedding_bag` is made of.
+"""Lookups in one table, what `embedding_bag` is made of: as ops where ops are traced, as Functions elsewhere."""
 
-An op with gradients costs about 140 µs of Python in torch's dispatcher (torch 2.13, one CPU core). So where nothing
-watches ops (no compiler, no transform, no dispatch mode), its backend is called straight from a
-`torch.autograd.Function` here, for an eighth of that; what is computed is the same. `torch.func.grad` knows such functions, and
-not the gradients of ops.
-"""
-
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..combiners import COMBINERS
-from . import max_pool, sparse_op  # noqa: F401  (declares its ops)
-from .backends import Csr, Policy, select
+from . import sparse_op  # noqa: F401 (declares its ops)
+from .backends import Policy
+from .functions import MaxLookup, PooledLookup, call, is_transformed
 from .sparse_grad import sparse_lookup
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_Kind = tuple[int, int, str, int, torch.device]  # rows, dim, combiner, flags, device
+_known: dict[_Kind, Tensor] = {}
 
 
-def is_watched(*tensors: Tensor | None) -> bool:
-    """Whether ops must be left to torch's dispatcher: something traces them, or overrides tensors."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return True
-    return any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors if tensor is not None)
-
-
-def is_transformed() -> bool:
-    """Whether tensors may be wrapped by `torch.func` or carry tangents: a Function must see them, the host must not."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _learns(*tensors: Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return is_transformed()
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors) or is_transformed()
-
-
-# --- descriptors ---------------------------------------------------------------------------------------------------
-
-
-def _describe(rows: int, dim: int, combiner: str, flags: int, device: torch.device) -> Tensor:
+def _describe(kind: _Kind) -> Tensor:
+    rows, dim, combiner, flags, device = kind
+    moment, power = COMBINERS[combiner].moment, COMBINERS[combiner].power
     # the columns of `plan.py`: one table that starts at element 0 and at column 0
-    kind = COMBINERS[combiner]
-    return torch.tensor([[0, 0, rows, dim, 0, 0, kind.moment, kind.power, flags]], device=device)
+    return torch.tensor([[0, 0, rows, dim, 0, 0, moment, power, flags]], device=device)
 
 
-@cache
-def _remembered(rows: int, dim: int, combiner: str, flags: int, device: torch.device) -> Tensor:
-    # a tensor made in inference mode could never be saved for a backward
-    with torch.inference_mode(False):
-        return _describe(rows, dim, combiner, flags, device)
+def _remembered(kind: _Kind) -> Tensor:
+    made = _known.get(kind)
+    if made is None:
+        # a tensor made in inference mode could never be saved for a backward
+        with torch.inference_mode(False):
+            made = _describe(kind)
+        # and one made inside of a transform or a fake mode is of no use after it
+        if not is_transformed() and type(made) is Tensor:
+            _known[kind] = made
+    return made
 
 
 # a constant of the graph: copying it to the device in every call would keep CUDA graphs from being captured
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant(rows: int, dim: int, combiner: str, flags: int, device: torch.device) -> Tensor:
-    return _remembered(rows, dim, combiner, flags, device)
+def _constant(kind: _Kind) -> Tensor:
+    return _remembered(kind)
 
 
 def descriptor(weight: Tensor, combiner: str, flags: int, watched: bool) -> Tensor:
     """The descriptors of a launch with `weight` as its only table, int64 `[1, FEATURE_WIDTH]` on its device."""
-    rows, dim = weight.shape
+    kind = (weight.shape[0], weight.shape[1], combiner, flags, weight.device)
     if not watched:
-        return _remembered(rows, dim, combiner, flags, weight.device)
+        return _remembered(kind)
     if torch.compiler.is_dynamo_compiling():
-        made: Tensor = _constant(rows, dim, combiner, flags, weight.device)
+        made: Tensor = _constant(kind)
         return made
-    return _describe(rows, dim, combiner, flags, weight.device)
-
-
-# --- lookups -------------------------------------------------------------------------------------------------------
+    return _describe(kind)
 
 
 def pooled(
@@ -85,10 +61,8 @@ def pooled(
         out, _ = torch.ops.embedfuse.pooled_lookup(
             [weight], [0], weight.numel(), features, ids, offsets, weights, bags, weight.shape[1], normalised, policy, 0
         )
-    elif _learns(weight, weights):
-        out, _ = _Pooled.apply(weight, weights, features, ids, offsets, bags, normalised, policy)
     else:
-        out, _ = _Pooled.forward(weight, weights, features, ids, offsets, bags, normalised, policy)
+        out, _ = call(PooledLookup, weight, weights, features, ids, offsets, normalised, policy)
     result: Tensor = out
     return result
 
@@ -118,61 +92,10 @@ def largest(
     arguments = (weight, features, ids, offsets, offsets.shape[0] - 1, weight.shape[1], policy)
     if watched:
         out, _ = torch.ops.embedfuse.max_lookup(*arguments)
-    elif _learns(weight):
-        out, _ = _Max.apply(*arguments)
     else:
-        out, _ = max_pool.max_lookup(*arguments)
+        out, _ = call(MaxLookup, *arguments)
     result: Tensor = out
     return result
-
-
-class _Pooled(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        weight: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, bags: int,
-        normalised: bool, policy: Policy,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        flat = weight.detach().reshape(-1)
-        if weights is not None:
-            weights = weights.detach()
-        backend = select(weight.device, weight.dtype)
-        return backend.pooled_lookup(
-            flat, features, Csr(ids, offsets, weights, bags), weight.shape[1], normalised, policy
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        weight, weights, features, ids, offsets, bags, _, _ = inputs
-        ctx.shape, ctx.bags = weight.shape, bags
-        ctx.mark_non_differentiable(output[1])
-        # the table may be written before backward runs (`max_norm`), so it is kept only where its values are needed
-        ctx.save_for_backward(
-            weight if ctx.needs_input_grad[1] else None, weights, features, ids, offsets, output[1]
-        )
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _scale_grad: Any) -> Any:  # type: ignore[override]
-        weight, weights, features, ids, offsets, scale = ctx.saved_tensors
-        size = ctx.shape.numel()
-        weight_grad = weights_grad = None
-        if grad is not None and ctx.needs_input_grad[0]:
-            flat = torch.ops.embedfuse.row_grad(grad, size, features, ids, offsets, weights, scale, grad, ctx.bags)
-            weight_grad = flat.view(ctx.shape)
-        if grad is not None and ctx.needs_input_grad[1]:
-            weights_grad = torch.ops.embedfuse.coefficient_grad(
-                [weight], [0], size, features, ids, offsets, weights, scale, grad, ctx.bags
-            )
-        return weight_grad, weights_grad, None, None, None, None, None, None
-
-
-class _Max(torch.autograd.Function):
-    forward = staticmethod(max_pool.max_lookup)
-    setup_context = staticmethod(max_pool.save_max_lookup)
-    backward = staticmethod(max_pool.max_lookup_backward)
-
-
-# --- gradients by frequency ----------------------------------------------------------------------------------------
 
 
 class DivideByFrequency(torch.autograd.Function):
@@ -187,7 +110,7 @@ class DivideByFrequency(torch.autograd.Function):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         rows = grad.shape[0]
         inside = (ids >= 0) & (ids < rows)

@@ -1,7 +1,7 @@
 """`sparse=True` where ops are traced: a lookup in one table whose gradient is sparse and of a size known beforehand.
 
-A graph cannot hold a gradient of as many rows as there are distinct ids. So this one has a row for each id: the distinct
-rows first, with their whole sums, then rows of zeros; it is not coalesced. `sparse_grad.py` serves untraced calls.
+A graph cannot hold a gradient of as many rows as there are distinct ids. So this one has a row for each id: first the
+distinct rows with their whole sums, then rows of zeros; it is not coalesced. `sparse_grad.py` serves untraced calls.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from ..plan import ROWS
 from .backends import Csr, Policy, select
 from .ops import accumulation_dtype
 
-_lib = torch.library.Library("embedfuse", "FRAGMENT")
+_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _BATCH = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights"
 _lib.define(
     f"lookup_with_sparse_grad(Tensor table, {_BATCH}, SymInt bags, bool normalised, str policy) -> (Tensor, Tensor)"
@@ -54,7 +54,7 @@ _lib.impl("lookup_with_sparse_grad", _lookup, "CompositeExplicitAutograd")
 _lib.impl("padded_row_grad", _padded_row_grad, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("embedfuse::lookup_with_sparse_grad", lib=_lib)
+@torch.library.register_fake("embedfuse::lookup_with_sparse_grad", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     table: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, normalised: Any, policy: Any
 ) -> Any:
@@ -62,7 +62,7 @@ def _(
     return table.new_empty((bags, table.shape[1])), scale
 
 
-@torch.library.register_fake("embedfuse::padded_row_grad", lib=_lib)
+@torch.library.register_fake("embedfuse::padded_row_grad", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     rows: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any, bags: Any
 ) -> Any:

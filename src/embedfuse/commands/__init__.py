@@ -1,0 +1,1 @@
+"""The commands of `embedfuse`, one a file."""

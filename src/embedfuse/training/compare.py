@@ -1,0 +1,193 @@
+"""One command's work: the baseline, the unfused model, the fused one, and the files and table that compare them.
+
+In `out`: `metrics.json`, `report.png`, and for each model a folder with its `checkpoint` and `result.json`.
+"""
+
+import json
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from .. import __version__
+from ..data import SyntheticSize, load_flights, load_synthetic
+from ..data.schema import Dataset
+from ..models import ModelOptions, build_model
+from ..torch.backends import select
+from .baseline import Baseline, train_baseline
+from .checkpoints import ResumeError
+from .loop import Report, Trainer
+from .plots import draw
+from .settings import Settings
+
+Kind = Literal["unfused", "fused"]
+KINDS: tuple[Kind, ...] = ("unfused", "fused")
+METRICS, PICTURE, BASELINE = "metrics.json", "report.png", "logistic_regression.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one trained model, as written to `result.json`."""
+
+    kind: str
+    auc: float
+    log_loss: float
+    milliseconds_per_step: float
+    seconds: float
+    steps: int
+    phases: dict[str, float]
+    curve: list[dict[str, float]]
+
+
+class Screen(Protocol):
+    """Where a run tells how it goes."""
+
+    def say(self, text: str) -> None:
+        """One line."""
+
+    def begin(self, title: str, steps: int | None) -> None:
+        """A piece of work starts."""
+
+    def report(self, report: Report) -> None:
+        """It got this far."""
+
+    def end(self) -> None:
+        """It is done."""
+
+
+def load_dataset(settings: Settings) -> Dataset:
+    """The data set that the settings name."""
+    if settings.data == "flights":
+        return load_flights()
+    if settings.data == "synthetic":
+        return load_synthetic(SyntheticSize(rows=settings.rows), settings.seed)
+    from ..data.criteo import CriteoDataset
+
+    assert settings.path is not None
+    return CriteoDataset(settings.path, settings.test_path, settings.buckets)
+
+
+def run(settings: Settings, out: Path, screen: Screen, resume: bool = False) -> dict[str, Any]:
+    """Trains what the settings ask for, writes the files, and returns what is in `metrics.json`.
+
+    Args:
+        settings: the run.
+        out: folder of its files, made if missing.
+        screen: where it tells how it goes.
+        resume: continue the run whose checkpoints are in `out`; what is finished there is not done again.
+
+    Raises:
+        ResumeError: nothing to continue, or with other settings.
+        Interrupted: stopped by Ctrl-C.
+    """
+    kinds = KINDS if settings.compare else KINDS[1:]
+    if resume and not any((out / kind / "checkpoint").exists() for kind in kinds):
+        raise ResumeError(f"`--resume` needs a checkpoint, and there is none in {str(out)!r}: start without it first")
+    if not resume:
+        _clear(out, screen)
+    out.mkdir(parents=True, exist_ok=True)
+    dataset = load_dataset(settings)
+    screen.say(_introduction(dataset, settings))
+    baseline = _baseline(dataset, settings, out, screen, resume) if settings.compare else None
+    results = [_trained(kind, dataset, settings, out, screen, resume) for kind in kinds]
+    metrics = {
+        "settings": settings.describe(),
+        "data": dataset.describe(),
+        "machine": _machine(settings),
+        "logistic_regression": None if baseline is None else asdict(baseline),
+        "models": {result.kind: asdict(result) for result in results},
+    }
+    (out / METRICS).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+    draw(metrics, out / PICTURE)
+    return metrics
+
+
+def _trained(kind: Kind, dataset: Dataset, settings: Settings, out: Path, screen: Screen, resume: bool) -> Result:
+    folder = out / kind
+    torch.manual_seed(settings.seed)
+    options = ModelOptions(
+        kind,
+        settings.table_optimizer,
+        settings.dim,
+        settings.dropout,
+        settings.gradients,
+        tuple(settings.shape.items()),
+        torch.device(settings.device),
+    )
+    model = build_model(settings.model, dataset.schema, options)
+    trainer = Trainer(model, dataset, settings, folder, screen.report)
+    if resume and (folder / "checkpoint").exists():
+        trainer.resume()
+        screen.say(f"{kind}: continuing after step {trainer.parts.progress.step}")
+    screen.begin(f"{settings.model} {kind}", trainer.steps())
+    try:
+        quality = trainer.train()
+    finally:
+        screen.end()
+    progress = trainer.parts.progress
+    result = Result(
+        kind,
+        quality.auc,
+        quality.log_loss,
+        trainer.clock.median_step(),
+        round(progress.seconds, 2),
+        progress.step,
+        trainer.clock.medians(),
+        progress.curve,
+    )
+    (folder / "result.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+    return result
+
+
+def _baseline(dataset: Dataset, settings: Settings, out: Path, screen: Screen, resume: bool) -> Baseline:
+    file = out / BASELINE
+    if resume and file.exists():
+        return Baseline(**json.loads(file.read_text(encoding="utf-8")))
+    screen.begin("logistic regression", None)
+    try:
+        baseline = train_baseline(dataset, settings, screen.say)
+    finally:
+        screen.end()
+    file.write_text(json.dumps(asdict(baseline), indent=1), encoding="utf-8")
+    return baseline
+
+
+def _clear(out: Path, screen: Screen) -> None:
+    """Removes an earlier run's files, so that no later `--resume` takes them for its own."""
+    old = [out / kind / "checkpoint" for kind in KINDS if (out / kind / "checkpoint" / "checkpoint.json").exists()]
+    if old:
+        screen.say(f"replacing the earlier run in {out} (--resume continues one instead)")
+    for folder in old:
+        shutil.rmtree(folder)
+    for name in (METRICS, PICTURE, BASELINE, *(f"{kind}/result.json" for kind in KINDS)):
+        (out / name).unlink(missing_ok=True)
+
+
+def _introduction(dataset: Dataset, settings: Settings) -> str:
+    facts = dataset.describe()
+    if settings.data == "criteo":
+        return f"{facts['path']}: {len(dataset.schema.fields)} fields, {facts['hash']}; tested on {facts['test_path']}"
+    text = f"{facts['train_rows']:,} rows to train on, {facts['test_rows']:,} held out"
+    if settings.data == "flights":
+        text = (
+            f"{facts['flights']:,} flights, {facts['left_out_without_arrival']:,} without a known arrival left out; "
+            f"{text} on {facts['test_days']} whole days"
+        )
+    return text
+
+
+def _machine(settings: Settings) -> dict[str, Any]:
+    device = torch.device(settings.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": settings.device,
+        "processor": name,
+        "threads": torch.get_num_threads(),
+        "backend": select(device, torch.float32).name,
+        "embedfuse": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
