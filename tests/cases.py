@@ -181,7 +181,8 @@ def draw_ids(case: Case, rows: int, count: int, random: np.random.Generator) -> 
     if case.ids == "hot":
         ids[::2] = 0
     wrong = random.random(count) < case.absent
-    far = np.where(random.random(count) < 0.5, -1 - ids, rows + ids)
+    # most often just outside
+    far = np.where(random.random(count) < 0.5, -1 - ids // 4, rows + ids // 4)
     return np.where(wrong, far, ids)
 
 

@@ -6,6 +6,7 @@ Python blocks of a page run in order, in one namespace. A block that opens with 
 import re
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType
 
@@ -46,7 +47,7 @@ def links(text: str) -> list[str]:
 def anchors(text: str) -> set[str]:
     """The names under which the headings of a page can be linked to."""
     parsed = list(tokens(text))
-    titles = [after.content for before, after in zip(parsed, parsed[1:], strict=False) if before.type == "heading_open"]
+    titles = [after.content for before, after in pairwise(parsed) if before.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -136,14 +137,38 @@ def test_each_backend_has_every_op(name: str) -> None:
     assert not missing
 
 
-def test_examples_and_links_are_found() -> None:
-    text = "# A title: `b`\n\n[x](y.md#z) ![p](q.svg)\n\n```python\na = 1\n```\n\n```python no-run\nb\n```\n\n- c\n\n  ```python\n  d = a\n  ```\n"
+PAGE = """# A title: `b`
+
+[x](y.md#z) ![p](q.svg)
+
+```python
+a = 1
+```
+
+```python no-run
+b
+```
+
+- c
+
+  ```python
+  d = a
+  ```
+"""
+
+
+def test_examples_links_and_headings_are_found() -> None:
     namespace: dict[str, object] = {}
-    for block in examples(text, "page"):
+    for block in examples(PAGE, "page"):
         exec(block, namespace)
     assert namespace["d"] == 1
-    assert links(text) == ["y.md#z", "q.svg"]
-    assert anchors(text) == {"a-title-b"}
+    assert links(PAGE) == ["y.md#z", "q.svg"]
+    assert anchors(PAGE) == {"a-title-b"}
+
+
+def test_an_error_in_an_example_has_its_line_of_the_page() -> None:
+    (block,) = examples("one\n\n```python\n1 / 0\n```\n", "page")
     with pytest.raises(ZeroDivisionError) as caught:
-        exec(next(examples("one\n\n```python\n1 / 0\n```\n", "page")))
-    assert caught.traceback[-1].lineno + 1 == 4
+        exec(block)
+    assert caught.tb.tb_next is not None
+    assert caught.tb.tb_next.tb_lineno == 4

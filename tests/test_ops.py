@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from cases import CASES, Case, Workload, build, each, one, update_of
+from cases import CASES, Case, Workload, build, each, numbers, one, update_of
 from checks import (
     check_coefficient_grad,
     check_lookup,
@@ -18,6 +18,7 @@ from checks import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tolerance import assert_close, sum_bound
 from torch import Tensor
 
 from embedfuse.combiners import COMBINERS
@@ -146,13 +147,14 @@ def test_gradient_of_any_strides_and_type(
     if interpreted:
         return
     check_square_sum(work, backend, update_of(work, some_optimizers(2)))
-    # an update changes no bit for it
+    # a step may differ by rounding: a GPU's compiler fuses other operations for other strides
     tables = []
     for grad in (work.grad, work.grad.contiguous()):
         update = update_of(replace(work, table=work.table.clone()), some_optimizers(2))
         backend.row_update(update, work.csr, torch.ones(8, device=device), grad)
-        tables.append(update.table)
-    assert torch.equal(*(table.nan_to_num() for table in tables))
+        tables.append(numbers(update.table))
+    magnitude = np.nan_to_num(np.abs(tables[1])) + 1
+    assert_close(*tables, 2 * sum_bound(magnitude, magnitude, kind, work.longest), "table")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -91,6 +91,21 @@ def test_weights_that_cancel_give_zeros(backend: Backend, device: str) -> None:
     assert not numbers(backend.coefficient_grad(work.table, work.features, work.csr, scale, work.grad)).any()
 
 
+def test_max_of_weighted_rows_ties_and_nan(backend: Any, device: str) -> None:
+    # the first of equal values wins, and the first NaN over all numbers
+    ids, weights = [1, 2, 3, 0, 4, 2, 4], [1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    work = _work(((5, 1),), each(1), ids, [0, 3, 7], 2, device, weights)
+    work.table[:5] = torch.tensor([9.0, 4.0, 2.0, 4.0, torch.nan], device=device)
+    out, winners = backend.max_lookup(work.table, work.features, work.csr, 1, "drop")
+    assert numbers(winners).tolist() == [[0], [4]]
+    assert_close(numbers(out), [[4], [np.nan]], 0)
+    check_max(work, backend)
+    flat = torch.zeros_like(work.table)
+    weighted = work.csr._replace(weights=torch.full((7,), 3.0, device=device))
+    backend.max_grad(flat, work.features, weighted, winners, work.grad)
+    assert_close(numbers(flat)[:5], [0, 3, 0, 0, 3], 0)
+
+
 # --- ids that are no rows ------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""`embedding_bag` where torch's own is wrong, crashes or says little: its faults, the issues its users filed, refusals."""
+"""`embedding_bag` where torch's own is wrong, crashes or says little: faults, issues its users filed, refusals."""
 
 import pytest
 import torch
@@ -20,9 +20,7 @@ def table_of(*rows, dtype=torch.float64):
     return torch.tensor(rows, dtype=dtype, requires_grad=True)
 
 
-# --- torch's faults -----------------------------------------------------------------------------------------------------
-
-
+# --- torch's faults --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("mode", "expected"), [("sum", [[6, 8], [14, 16]]), ("mean", [[3, 4], [7, 8]]), ("max", [[4, 5], [8, 9]])]
@@ -57,9 +55,8 @@ def test_weights_after_the_last_offset_have_no_gradient(engine):
 def test_gradient_by_frequency_divides_each_row_by_its_own_count(engine, sparse):
     def gradient(ids, offsets, **options):
         table = torch.zeros(5, 1, requires_grad=True)
-        embedding_bag(
-            torch.tensor(ids), table, torch.tensor(offsets), mode="sum", scale_grad_by_freq=True, sparse=sparse, **options
-        ).sum().backward()
+        options |= {"mode": "sum", "scale_grad_by_freq": True, "sparse": sparse}
+        embedding_bag(torch.tensor(ids), table, torch.tensor(offsets), **options).sum().backward()
         assert table.grad.is_sparse == sparse
         return table.grad.to_dense().flatten().tolist()
 
@@ -89,9 +86,7 @@ def test_half_precision_mean_does_not_overflow(engine):
     assert embedding_bag(ids, table, torch.tensor([0])).tolist() == [[100, 100]]
 
 
-# --- worked examples ----------------------------------------------------------------------------------------------------
-
-
+# --- worked examples -------------------------------------------------------------------------------------------------
 def test_worked_example_with_weights(engine):
     table = table_of([1, 2], [3, 4], [5, 6], [7, 8])
     weights = torch.tensor([[0.5, 1, -1], [2, 0.25, 0.1]], dtype=torch.float64, requires_grad=True)
@@ -130,9 +125,7 @@ def test_worked_example_of_mean_and_max(engine, mode, out, gradient):
         torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------------
-
-
+# --- refusals --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("padding", [None, 1])
 @pytest.mark.parametrize("mode", ["sum", "max"])
 def test_ids_outside_of_the_table_are_named(engine, mode, padding):
@@ -172,8 +165,9 @@ def test_offsets_that_break_a_rule(ids, offsets, includes_end, message, mode):
 
 
 def test_an_only_offset_that_ends_no_bag(engine):
-    for ids in ([], [1, 2]):
-        out = embedding_bag(torch.tensor(ids, dtype=torch.int64), torch.randn(4, 2), torch.tensor([0]), include_last_offset=True)
+    for count in (0, 2):
+        ids = torch.ones(count, dtype=torch.int64)
+        out = embedding_bag(ids, torch.randn(4, 2), torch.tensor([0]), include_last_offset=True)
         assert out.shape == (0, 2)
 
 

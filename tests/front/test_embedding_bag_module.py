@@ -19,9 +19,7 @@ MODES = ["sum", "mean", "sqrtn", "max"]
 IDS, OFFSETS = torch.tensor([1, 1, 2, 9, 0, 3, 3]), torch.tensor([0, 3, 3, 5])
 
 
-# --- the same arguments, values and states ----------------------------------------------------------------------------
-
-
+# --- the same arguments, values and states ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -46,7 +44,9 @@ def test_the_old_order_of_arguments_warns():
     assert torch.equal(out, embedding_bag(IDS, table, OFFSETS))
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_idx": -2, "mode": "sum"}, {"dtype": torch.bfloat16}, {"max_norm": 2.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": -2, "mode": "sum"}, {"dtype": torch.bfloat16}, {"max_norm": 2.0}]
+)
 def test_first_values_and_states_are_torchs(options):
     made = []
     for kind in (EmbeddingBag, torch.nn.EmbeddingBag):
@@ -77,9 +77,7 @@ def test_from_pretrained():
         assert torch.equal(module(IDS, OFFSETS), expected)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
+# --- training --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("sparse", "make"),
     [
@@ -145,9 +143,7 @@ def test_two_backwards_add_up():
         assert torch.equal(table.grad.to_dense(), 2.0 * once)
 
 
-# --- derivatives of any order -------------------------------------------------------------------------------------------
-
-
+# --- derivatives of any order ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", MODES)
 def test_twice_differentiable(mode):
     table = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
@@ -230,9 +226,7 @@ def test_shapes_without_numbers():
     module(IDS, OFFSETS).sum().backward()
 
 
-# --- ops and compilers --------------------------------------------------------------------------------------------------
-
-
+# --- ops and compilers -----------------------------------------------------------------------------------------------
 def test_ops_keep_their_contract():
     features = one_table._describe((10, 3, "sum", 1, torch.device("cpu")))
     offsets = torch.tensor([0, 3, 3, 5, 7])

@@ -56,7 +56,7 @@ class CoefficientGradWorker {
   }
 
   void dots(const Ids<A>& ids, const Feature& feature, int64_t begin, int64_t end, const A* g) const {
-    constexpr int64_t AHEAD = 8;
+    constexpr int64_t AHEAD = 16;
     const int64_t bytes = smaller<int64_t>(feature.dim * static_cast<int64_t>(sizeof(T)), 16 * LINE);
     const T* rows = table_ + feature.offset;
     for (int64_t position = begin; position < end; ++position) {

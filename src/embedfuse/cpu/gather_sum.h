@@ -12,7 +12,7 @@ namespace {
 // Vectors of one block of columns.
 constexpr int BLOCK = 8;
 // Bytes to have on their way from memory: enough to cover its latency, not so much that they push each other out.
-constexpr int64_t BYTES_AHEAD = 4096;
+constexpr int64_t BYTES_AHEAD = 8192;
 
 // Which columns, and how far ahead to prefetch.
 struct Columns {
@@ -61,7 +61,7 @@ class Blocks {
     tail_ = static_cast<int>(rest % lanes);
     inner_ = functions[BLOCK - 1][0];
     last_ = functions[ceil_div(rest, lanes) - 1][tail_ != 0];
-    ahead_ = smaller<int64_t>(larger<int64_t>(BYTES_AHEAD / (smaller(dim, step_) * bytes), 2), 32);
+    ahead_ = smaller<int64_t>(larger<int64_t>(BYTES_AHEAD / (smaller(dim, step_) * bytes), 2), 64);
   }
   // Calls each block's function with `arguments` and its columns.
   template <class... Arguments>

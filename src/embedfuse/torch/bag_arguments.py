@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .bags import ID_TYPES
 
-_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _lib.define("checked_offsets(Tensor offsets, SymInt count, bool includes_end) -> Tensor")
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -69,7 +69,7 @@ def _flat(
         raise ValueError(f"`offsets` must have one dimension, got shape {tuple(offsets.shape)}")
     if offsets.device != ids.device:
         raise ValueError(f"`offsets` must be on the device of `input`, {ids.device}, got {offsets.device}")
-    count, bags = ids.shape[0], offsets.shape[0] - includes_end
+    count, bags = ids.shape[0], offsets.shape[0] - int(includes_end)
     if bags < 0:
         raise ValueError("`offsets` must hold at least one entry with `include_last_offset`, the end of the last bag")
     if bags == 0:

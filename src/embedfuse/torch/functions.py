@@ -21,6 +21,10 @@ def is_watched(*tensors: Tensor | None) -> bool:
     """Whether ops must be left to torch's dispatcher: something traces them, or overrides tensors."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace would take the number of ids and bags for constants: use torch.export or torch.compile"
+        )
     return any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors if tensor is not None)
 
 

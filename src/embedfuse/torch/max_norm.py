@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _lib.define("shorten_rows(Tensor(a!) table, Tensor ids, float max_norm, float norm_type) -> ()")
 
 MARGIN = 1e-7

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backends import Csr, Policy, select
 
-_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _lib.define(
     "max_lookup(Tensor table, Tensor features, Tensor ids, Tensor offsets, SymInt bags, SymInt width, str policy)"
     " -> (Tensor, Tensor)"

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..combiners import COMBINERS
 from . import sparse_op  # noqa: F401 (declares its ops)
@@ -36,8 +37,8 @@ def _remembered(kind: _Kind) -> Tensor:
 
 # a constant of the graph: copying it to the device in every call would keep CUDA graphs from being captured
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant(kind: _Kind) -> Tensor:
-    return _remembered(kind)
+def _constant(rows: int, dim: int, combiner: str, flags: int, device: torch.device) -> Tensor:
+    return _remembered((rows, dim, combiner, flags, device))
 
 
 def descriptor(weight: Tensor, combiner: str, flags: int, watched: bool) -> Tensor:
@@ -46,7 +47,9 @@ def descriptor(weight: Tensor, combiner: str, flags: int, watched: bool) -> Tens
     if not watched:
         return _remembered(kind)
     if torch.compiler.is_dynamo_compiling():
-        made: Tensor = _constant(kind)
+        # a graph serves tables of one shape
+        rows, dim = guard_scalar(weight.shape[0]), guard_scalar(weight.shape[1])
+        made: Tensor = _constant(rows, dim, combiner, flags, weight.device)
         return made
     return _describe(kind)
 

@@ -13,7 +13,7 @@ from ..plan import ROWS
 from .backends import Csr, Policy, select
 from .ops import accumulation_dtype
 
-_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _BATCH = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights"
 _lib.define(
     f"lookup_with_sparse_grad(Tensor table, {_BATCH}, SymInt bags, bool normalised, str policy) -> (Tensor, Tensor)"

@@ -55,7 +55,7 @@ def _word(device: torch.device) -> _Word:
         device = torch.device(device.type, torch.cuda.current_device())
     if device not in _words:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a CUDA graph cannot hold the first lookup that checks its ids: run one before capturing")
+            raise RuntimeError("a CUDA graph cannot hold the first lookup that checks its ids: run one before")
         _words[device] = _Word(
             torch.zeros(1, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, pin_memory=True),

@@ -45,7 +45,7 @@ OPTIONS = {"enable_fp_fusion": True}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What becomes of the gradients: the mode of `kernels/row_update.py` and what it writes."""
+    """What becomes of the gradients: the mode of `kernels/row_update.py`, what it writes, and its optimizers."""
 
     mode: int
     out: Tensor
@@ -182,10 +182,10 @@ class TritonBackend:
             self._sum_by_row(target, features, facts.tables, csr, no_scale, grad.contiguous(), winners.contiguous())
 
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
-        """See `Backend`; with `grad_scale`, of the scaled gradients."""
+        """See `Backend`; `grad_scale` and `skip` play no part."""
         squares = torch.zeros(csr.ids.shape[0], dtype=torch.float32, device=grad.device)
         if table_facts(update.tables).rules - {FROZEN}:
-            target = Target(SQUARE_SUMS, squares, 1, update=update)
+            target = Target(SQUARE_SUMS, squares, 1)
             self._sum_by_row(target, update.features, update.tables, csr, scale, grad)
         return squares.sum()
 
@@ -207,17 +207,15 @@ class TritonBackend:
         columns: int, config: configs.UpdateConfig,
     ) -> None:  # fmt: skip
         update = target.update
-        steps = target.mode == STEP_ROWS
-        slots, hyper, counters = (update.slots, update.hyper, update.steps) if steps and update else (None,) * 3
-        grad_scale = update.grad_scale if update else None
-        skip = update.skip if update and steps else None
+        slots, hyper, steps = (update.slots, update.hyper, update.steps) if update else (None,) * 3
+        grad_scale, skip = (update.grad_scale, update.skip) if update else (None, None)
         common: dict[str, Any] = {
             "MODE": target.mode, "SEVERAL_RULES": len(target.rules) > 1, "HAS_GRAD_SCALE": grad_scale is not None,
             "HAS_SKIP": skip is not None, "ALIGN": _rows_align(target.starts, target.out),
             "SLOT_ALIGN": min(target.slots, WIDE_WORD // 4), "DIM_ALIGN": dims, "CHUNK": config.chunk,
             "BLOCK": config.block, "BLOCK_D": config.block_d, "num_warps": config.warps, **OPTIONS,
         }  # fmt: skip
-        state = (target.out, slots, tables, hyper, counters, grad_scale, skip)
+        state = (target.out, slots, tables, hyper, steps, grad_scale, skip)
         for number, rule in target.rules:
             segments_kernel[(runs.counts.shape[0] * config.parts,)](
                 *state, grad, winners, runs.keys, runs.order if winners is not None else None, runs.sources,
