@@ -224,6 +224,20 @@ def test_a_long_sum_keeps_its_small_terms(backend: Backend, device: str, interpr
     assert pooled.isfinite().all()
 
 
+def test_millions_of_copies_of_one_id(
+    placement: tuple[str, str], backend: Backend, device: str, interpreted: bool
+) -> None:
+    if interpreted or placement == ("eager", "cpu"):
+        pytest.skip("takes half a minute")
+    count = 20_000_000
+    work = _work(((2, 1),), each(1), [0], [0, count], 1, device)
+    csr = work.csr._replace(ids=torch.zeros(count, dtype=torch.int32, device=device))
+    update = update_of(work, [SGD(1e-6)])
+    backend.row_update(update, csr, NOTHING.to(device), work.grad)
+    # ones added one after the other in float32 stop at 2**24
+    assert_close(numbers(update.table)[:2], [-20, 0], 1e-5)
+
+
 # --- memory --------------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ class TableConfig:
         combiner: how the rows of a bag become one, for features that do not say: "mean", "sum", "sqrtn", ….
         name: name in `state_dict()` and messages; `table_0`, `table_1`, … if None.
         dtype: storage type, "float32", "float16", "bfloat16" or "float64". Sums are made in float32 at least.
+        stochastic_rounding: updates of a 16-bit table round up or down at random, so that steps smaller than the
+            spacing of its numbers count on average; the same seed gives the same bits.
 
     Raises:
         ValueError: a size below 1, an unknown combiner, optimizer or dtype.
@@ -46,6 +48,7 @@ class TableConfig:
     combiner: str = "mean"
     name: str | None = None
     dtype: str = "float32"
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         _check_count("vocabulary_size", self.vocabulary_size, 1)
@@ -59,6 +62,10 @@ class TableConfig:
             raise ValueError(f"`name` must be a non-empty string without dots, got {self.name!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.stochastic_rounding and self.dtype not in ("float16", "bfloat16"):
+            raise ValueError(
+                f"`stochastic_rounding` must be False for {self.dtype} tables, whose updates lose nothing: use a 16-bit dtype"
+            )
         object.__setattr__(self, "optimizer", resolve(self.optimizer))
 
 

@@ -88,6 +88,7 @@ def test_ids_of_any_shape_equal_flat_ones(engine, mode):
         assert out.shape == (*shape[:-1], 5)
         assert torch.equal(out.reshape(-1, 5), flat)
         assert torch.equal(embedding_bag(ids.int(), table, mode=mode), out)
+        assert torch.equal(embedding_bag(ids, table, mode=mode, include_last_offset=True), out)
         if len(shape) == 2 and mode != "sqrtn":
             torch.testing.assert_close(out, F.embedding_bag(ids, table, mode=mode))
 

@@ -134,6 +134,15 @@ def test_sparse_gradients_hold_each_row_once(mode, weighted):
     torch.testing.assert_close(of_weights, expected, rtol=0, atol=1e-13)
 
 
+def test_traced_sparse_gradients_touch_no_other_row():
+    features = one_table._describe((10, 3, "sum", 1, torch.device("cpu")))
+    ids, offsets = torch.tensor([7, 3, -1, 7, 3, 7]), torch.tensor([0, 4, 6])
+    no_scale, upstream = torch.empty(0), torch.ones(2, 3)
+    names, values = torch.ops.embedfuse.padded_row_grad(10, features, ids, offsets, None, no_scale, upstream, 2)
+    assert names.tolist() == [3, 7, 7, 7, 7, 7]
+    assert values[:, 0].tolist() == [2, 3, 0, 0, 0, 0]
+
+
 def test_two_backwards_add_up():
     for sparse in (False, True):
         table = torch.randn(10, 3, requires_grad=True)
@@ -297,6 +306,20 @@ def test_compiled_calls_check_what_they_read():
         compiled(IDS, torch.tensor([0, 5, 3, 7]))
 
 
+def test_compiled_function_serves_tables_of_any_shape():
+    torch._dynamo.reset()
+    compiled = torch.compile(embedding_bag, fullgraph=True, backend="eager")
+    for rows, dim in ((10, 3), (12, 3), (30, 4)):
+        table = torch.randn(rows, dim)
+        assert torch.equal(compiled(IDS, table, OFFSETS), embedding_bag(IDS, table, OFFSETS))
+
+
+def test_a_trace_that_would_fix_sizes_is_refused():
+    with warnings.catch_warnings(), pytest.raises(NotImplementedError, match=r"torch\.export"):
+        warnings.simplefilter("ignore")
+        torch.jit.trace(EmbeddingBag(10, 3), (IDS, OFFSETS))
+
+
 def test_exports_with_any_number_of_ids_and_bags():
     module = EmbeddingBag(10, 3, padding_idx=2, include_last_offset=True).requires_grad_(False)
     dynamic = ({0: torch.export.Dim("ids")}, {0: torch.export.Dim("bags", min=3)})
@@ -309,15 +332,17 @@ def test_exports_with_any_number_of_ids_and_bags():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_backend_gives_the_judges_answer_through_the_ops(mode):
-    """What a compiled graph runs."""
+    """What a compiled graph runs; ids after the last offset do not count there either."""
     batch = random_batch(weighted=mode == "sum")
     expected = judge(batch.ids, batch.bounds, batch.table, mode, batch.weights, 3)
+    ids = torch.cat([batch.ids, torch.tensor([-7, 99])])
+    weights = None if batch.weights is None else torch.cat([batch.weights, torch.ones(2)])
     torch._dynamo.reset()
     compiled = torch.compile(embedding_bag, fullgraph=True, backend="eager")
     for backend in ("eager", "cpu"):
         with use_backend(backend):
             out = compiled(
-                batch.ids, batch.table, batch.bounds, mode=mode, per_sample_weights=batch.weights,
-                include_last_offset=True, padding_idx=3,
+                ids, batch.table, batch.bounds, mode=mode, per_sample_weights=weights, include_last_offset=True,
+                padding_idx=3,
             )  # fmt: skip
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)

@@ -56,6 +56,11 @@ class RichScreen:
                 highlight=False,
             )
 
+    def move(self, steps: int) -> None:
+        """Moves the bar."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=steps)
+
     def end(self) -> None:
         """Takes the bar away."""
         if self._progress is not None:
@@ -91,4 +96,4 @@ def speed_line(metrics: dict[str, Any]) -> str | None:
     whole = unfused["milliseconds_per_step"] / max(fused["milliseconds_per_step"], 1e-9)
     phase = "embedding optimizer"
     part = unfused["phases"][phase] / max(fused["phases"][phase], 1e-9)
-    return f"A fused step takes 1/{whole:.2f} of the unfused one's time, its {phase} 1/{part:.1f}."
+    return f"Unfused step time / fused, steps made in turn: {whole:.2f}; of the {phase} alone: {part:.1f}."

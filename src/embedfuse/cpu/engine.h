@@ -25,6 +25,8 @@ struct Table {
 };
 
 constexpr int64_t HYPER_WIDTH = 16;
+// Place of the seed of stochastic rounding (optim/base.py).
+constexpr int64_t ROUNDING_SEED = 15;
 
 // The ids of all features; bag `(record * feature_count + feature) * bags + b`.
 struct Batch {

@@ -21,43 +21,44 @@ struct Lookup {
   int64_t* first_bad;
 };
 
-// One block of columns of some bags.
-template <class T, int WIDTH, bool TAIL>
+// One block of columns of some bags. If not WEIGHTED, there are no weights, and hence no flags that look at them.
+template <class T, bool WEIGHTED, int WIDTH, bool TAIL>
 void sum_bags(const Lookup<T>& lookup, const BagRange& range, Columns columns) {
   using A = Accumulation<T>;
   const Feature& feature = *range.span.feature;
   const Ids<A> ids(lookup.batch, feature);
   const int64_t* offsets = lookup.batch.offsets + range.span.first_bag;
-  const int64_t dim = feature.dim, last_ahead = offsets[lookup.batch.bags] - columns.ahead;
+  const int64_t dim = feature.dim, width = lookup.width, last_bag = range.last;
+  const int64_t last_ahead = offsets[lookup.batch.bags] - columns.ahead;
+  A* const scales = lookup.scale == nullptr ? nullptr : lookup.scale + range.span.first_bag;
   const T* rows = lookup.table + feature.offset + columns.first;
-  T* out = lookup.out + (range.span.first_row + range.first) * lookup.width + feature.column + columns.first;
-  for (int64_t bag = range.first; bag < range.last; ++bag, out += lookup.width) {
+  T* out = lookup.out + (range.span.first_row + range.first) * width + feature.column + columns.first;
+  for (int64_t bag = range.first; bag < last_bag; ++bag, out += width) {
     BlockSum<T, A, WIDTH, TAIL> sum;
     // stores of whole lines that are not in the cache yet took twice as long (Xeon of family 6 model 207, 2025-11)
-    sum.prefetch_block_to_write(out + 2 * lookup.width);
+    sum.prefetch_block_to_write(out + 2 * width);
     A total = 0;
     const int64_t end = offsets[bag + 1];
     for (int64_t position = offsets[bag]; position < end; ++position) {
-      // an id out of range makes an address that is never read
       if (position < last_ahead) sum.prefetch_block(rows + ids.id(position + columns.ahead) * dim);
-      if (!ids.counts(position)) {
+      if (WEIGHTED ? !ids.counts(position) : !ids.in_table(position)) {
         if (ids.is_bad(position)) atomic_min(lookup.first_bad, position);
         continue;
       }
-      const A weight = ids.weight(position);
-      total += moment_of(weight, feature.moment);
+      const A weight = WEIGHTED ? ids.weight(position) : A(1);
+      total += WEIGHTED ? moment_of(weight, feature.moment) : A(1);
       sum.add(rows + ids.id(position) * dim, weight, columns.tail);
     }
-    const A scale = scale_of(total, feature.power);
-    if (lookup.scale != nullptr) lookup.scale[range.span.first_bag + bag] = scale;
+    A scale = 1;
+    if (scales != nullptr) scales[bag] = scale = scale_of(total, feature.power);
     sum.write(out, scale, columns.tail);
   }
 }
 
 template <class T>
 using SumBags = void (*)(const Lookup<T>&, const BagRange&, Columns);
-template <class T>
-constexpr SumBags<T> SUM_BAGS[BLOCK][2] = EMBEDFUSE_WIDTHS(sum_bags, T);
+template <class T, bool WEIGHTED>
+constexpr SumBags<T> SUM_BAGS[BLOCK][2] = EMBEDFUSE_WIDTHS(sum_bags, T, WEIGHTED);
 
 template <class T>
 int64_t pooled_lookup(const Batch& batch, const void* table, void* out, int64_t width, void* scale, bool checked,
@@ -74,7 +75,8 @@ int64_t pooled_lookup(const Batch& batch, const void* table, void* out, int64_t 
   const BagRanges ranges(batch, threads);
   parallel_tasks(ranges.count(), threads, [&](int64_t task, int) {
     const BagRange range = ranges[task];
-    const Blocks<SumBags<T>> blocks(range.span.feature->dim, LANES<A>, sizeof(T), SUM_BAGS<T>);
+    const auto& functions = batch.weights == nullptr ? SUM_BAGS<T, false> : SUM_BAGS<T, true>;
+    const Blocks<SumBags<T>> blocks(range.span.feature->dim, LANES<A>, sizeof(T), functions);
     blocks(lookup, range);
   });
   return checked && first_bad != NO_POSITION ? first_bad : DONE;

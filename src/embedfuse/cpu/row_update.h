@@ -3,6 +3,7 @@
 
 #include "row_sums.h"
 #include "rules/registry.h"
+#include "stochastic_rounding.h"
 
 namespace embedfuse {
 namespace {
@@ -65,6 +66,7 @@ void update_rows(const LinearRowSums<Accumulation<T>>& sums, const Learner& lear
   const int64_t dim = range.rows.dim;
   const int64_t* keys = sums.runs().keys.data();
   RowStep<Rule, A> step(learning.hyper, learning.step, learning.grad_scale);
+  const uint64_t seed = static_cast<uint64_t>(learning.hyper[ROUNDING_SEED]);
   A* const g = scratch;
   A* const wide = scratch + row_size;
   for (int64_t u = range.first; u < smaller(range.last, range.first + ROWS_AHEAD); ++u)
@@ -80,6 +82,10 @@ void update_rows(const LinearRowSums<Accumulation<T>>& sums, const Learner& lear
     } else {
       widen_row<T, A>(row, dim, wide);
       step(dim, wide, g, s0, s1);
+      if (seed != 0) {
+        const uint64_t element = static_cast<uint64_t>((keys[u] - range.rows.first_key) * dim);
+        round_at_random<T>(wide, dim, seed, static_cast<uint64_t>(learning.step), element);
+      }
       narrow_row<T, A>(wide, dim, row);
     }
   }

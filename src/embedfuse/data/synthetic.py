@@ -41,7 +41,10 @@ class SyntheticSize:
 
 
 def load_synthetic(size: SyntheticSize | None = None, seed: int = 0) -> InMemoryDataset:
-    """Rows whose log-odds are a sum over ids, the ragged bag's weighted mean, the numbers, and one pair of fields."""
+    """Rows whose log-odds are a sum over ids, the ragged bag's weighted mean and the numbers, and one product.
+
+    The product of a number with a property of an id is what no linear model of the columns can follow.
+    """
     size = size or SyntheticSize()
     random = np.random.default_rng(seed)
     columns: dict[str, Ids | Ragged] = {}
@@ -49,22 +52,21 @@ def load_synthetic(size: SyntheticSize | None = None, seed: int = 0) -> InMemory
     for number in range(size.fields):
         ids = zipf_ids(random, size.rows, size)
         columns[f"field_{number}"] = ids
-        logit += 0.5 * random.standard_normal(size.vocabulary_size)[ids]
+        logit += 0.3 * random.standard_normal(size.vocabulary_size)[ids]
     lengths = random.integers(0, size.longest + 1, size.rows)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     bag_ids = zipf_ids(random, int(offsets[-1]), size)
     weights = random.uniform(0.1, 1.0, len(bag_ids)).astype(np.float32)
     columns["bag"] = Ragged(bag_ids, offsets, weights)
     row = np.repeat(np.arange(size.rows), lengths)
-    effects = random.standard_normal(size.vocabulary_size)[bag_ids] * weights
+    effects = 0.5 * random.standard_normal(size.vocabulary_size)[bag_ids] * weights
     total = np.bincount(row, weights, size.rows)
     logit += np.bincount(row, effects, size.rows) / np.where(total > 0, total, 1.0)
     numeric = random.standard_normal((size.rows, size.numeric)).astype(np.float32)
-    logit += numeric @ (0.5 * random.standard_normal(size.numeric))
-    # a product that no linear model of the columns can follow
+    logit += numeric @ (0.3 * random.standard_normal(size.numeric))
     first = columns["field_0"]
     assert isinstance(first, np.ndarray)
-    logit += np.where(first % 2 == 0, 1.0, -1.0) * np.sign(numeric[:, 0])
+    logit += np.where(first % 2 == 0, 1.5, -1.5) * np.sign(numeric[:, 0])
     labels = (random.random(size.rows) < 1 / (1 + np.exp(-logit))).astype(np.float32)
     place = np.arange(size.rows)
     return InMemoryDataset(

@@ -11,11 +11,10 @@ SHORT_BAG = 4
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """`lanes` bags (short) or rows of one bag (long) to a tile; `sums` running sums (long); columns in blocks."""
+    """`lanes` bags (short) or rows of one bag (long) to a tile, `block_d` columns."""
 
     short: bool
     lanes: int
-    sums: int
     block_d: int
     warps: int
 
@@ -28,12 +27,12 @@ class UpdateConfig:
     block: int
     parts: int
     segments: int
-    unroll: int
+    warps: int
     join: int
+    join_warps: int
     fold: int
     edges: int
     block_d: int
-    warps: int
 
 
 def power_of_two(number: int) -> int:
@@ -42,36 +41,37 @@ def power_of_two(number: int) -> int:
 
 
 def lookup_config(widest: int, mean_length: float) -> LookupConfig:
-    """Tiles of `pooled_lookup.py`."""
-    block_d = min(max(power_of_two(widest), 4), 256)
+    """Tiles of `pooled_lookup.py`. More than one warp to a program is slower."""
     if mean_length <= SHORT_BAG:
-        lanes = 32 if block_d <= 128 else 16
-        return LookupConfig(True, lanes, lanes, block_d, max(1, lanes * block_d // 1024))
-    return LookupConfig(False, 16, 16, block_d, max(1, block_d // 128))
+        block_d = min(max(power_of_two(widest), 4), 64)
+        return LookupConfig(True, 2048 // block_d, block_d, 1)
+    block_d = min(max(power_of_two(widest), 4), 128)
+    return LookupConfig(False, 16, block_d, 1)
 
 
 def max_config(widest: int) -> LookupConfig:
     """Tiles of `max_lookup.py`."""
     block_d = min(max(power_of_two(widest), 4), 256)
-    return LookupConfig(True, 8, 8, block_d, max(1, block_d // 64))
+    return LookupConfig(True, 8, block_d, max(1, block_d // 64))
 
 
 def coefficient_config(widest: int, mean_length: float) -> LookupConfig:
     """Tiles of `coefficient_grad.py`, which takes the columns one block after the other."""
     block_d = min(max(power_of_two(widest), 4), 512)
     lanes = 4 if mean_length <= SHORT_BAG else 8
-    return LookupConfig(False, lanes, lanes, block_d, max(1, block_d // 128))
+    return LookupConfig(False, lanes, block_d, max(1, block_d // 128))
 
 
 def update_config(widest: int) -> UpdateConfig:
     """Tiles of `runs.py` and `row_update.py`; whole rows are in one program, since a rule may need its row's mean."""
     block_d = max(power_of_two(widest), 4)
-    chunk = 32 if block_d <= 256 else 64 if block_d <= 1024 else 128
-    # 512 elements a warp leave registers for the row, its slots and the gradient
-    segments = min(max(512 // block_d, 4 if block_d == 256 else 2 if block_d == 512 else 1), 32)
-    warps = min(max(segments * block_d // 512, 1), 32)
-    join = min(max(1024 // block_d, 1), 16)
+    # 256 elements a warp: registers for the row, its slots and four gradients
+    segments = min(max(512 // block_d, 1), 32)
+    warps = min(max(segments * block_d // 256, 1), 32)
+    # few programs join cut runs, so each takes many pieces at once
+    join = min(max(8192 // block_d, 1), 64)
+    join_warps = min(max(join * block_d // 2048, warps), 32)
     return UpdateConfig(
-        chunk=chunk, block=1024, parts=32, segments=segments, unroll=2, join=join, fold=64, edges=4,
-        block_d=block_d, warps=warps,
+        chunk=32, block=1024, parts=min(1024 // segments, 64), segments=segments, warps=warps, join=join, join_warps=join_warps, fold=64,
+        edges=16, block_d=block_d,
     )  # fmt: skip

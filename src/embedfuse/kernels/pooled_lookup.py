@@ -28,12 +28,13 @@ UNALIGNED = ["p_features", "p_ids", "p_offsets", "p_weights", "p_scale", "p_bad"
 def pooled_long_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr,
-    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: one bag of one feature, `BLOCK_D` columns, `ROWS` rows in flight, summed into `SUMS` sums."""
+    """One program: one bag of one feature, `BLOCK_D` columns, `ROWS` rows in flight; ids are read one round ahead."""
+    # division is cheap in 32 bits, which hold the number of programs
+    feature = tl.program_id(0) // bags
     bag = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    feature = bag // bags
     rows = feature_rows(p_features, feature)
     dim = feature_dim(p_features, feature)
     flags = feature_flags(p_features, feature)
@@ -47,13 +48,15 @@ def pooled_long_kernel(
     end = tl.where(block * BLOCK_D < dim, end, position)
     moment = feature_moment(p_features, feature)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([SUMS, BLOCK_D], tl.float32)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
     wrong = tl.zeros([ROWS], tl.int32)
     start = position
+    next_ids = tl.load(p_ids + position + lane, mask=position + lane < end, other=0)
     while position < end:
         at = position + lane
         inside = at < end
-        ids = tl.load(p_ids + at, mask=inside, other=0).to(tl.int64)
+        ids = next_ids.to(tl.int64)
+        next_ids = tl.load(p_ids + at + ROWS, mask=at + ROWS < end, other=0)
         weights = tl.full([ROWS], 1.0, tl.float32)
         if HAS_WEIGHTS:
             weights = tl.load(p_weights + at, mask=inside, other=0.0)
@@ -66,10 +69,7 @@ def pooled_long_kernel(
         ).to(tl.float32)
         if HAS_WEIGHTS:
             row = row * tl.where(counts, weights, 0.0)[:, None]
-        if SUMS == ROWS:
-            acc += row
-        else:
-            acc += tl.sum(row, axis=0)[None, :]
+        acc += tl.sum(row, axis=0)[None, :]
         if NORMALISED:
             total += tl.where(counts, moment_of(weights, moment), 0.0)
         position += ROWS
@@ -94,7 +94,7 @@ def pooled_short_kernel(
 ):  # fmt: skip
     """One program: `BAGS` bags of one feature, `BLOCK_D` columns, the j-th row of each bag in flight."""
     groups = (bags + BAGS - 1) // BAGS
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     block = tl.program_id(1)
     feature = program // groups
     rows = feature_rows(p_features, feature)
@@ -103,7 +103,7 @@ def pooled_short_kernel(
     o_table = feature_offset(p_features, feature)
     lane = (program - feature * groups) * BAGS + tl.arange(0, BAGS)
     m_bag = lane < bags
-    bag = feature * bags + lane
+    bag = feature.to(tl.int64) * bags + lane
     column = block * BLOCK_D + tl.arange(0, BLOCK_D)
     m_column = column // ALIGN * ALIGN < dim
     start = tl.load(p_offsets + bag, mask=m_bag, other=0)
@@ -143,7 +143,7 @@ def pooled_short_kernel(
         acc = acc * scale[:, None]
         # only the first column block writes
         tl.store(p_scale + bag, scale, mask=lane < tl.where(block == 0, bags, 0))
-    o_out = lane * width + feature_column(p_features, feature)
+    o_out = lane.to(tl.int64) * width + feature_column(p_features, feature)
     o_out = tl.multiple_of(o_out[:, None], [OUT_ALIGN, OUT_ALIGN])
     tl.store(
         p_out + o_out + column[None, :], acc.to(p_out.dtype.element_ty),

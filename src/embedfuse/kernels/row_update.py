@@ -22,10 +22,10 @@ from .._triton import tl, triton
 from .descriptors import table_dim, table_offset, table_row_base, table_rule, table_slot0, table_slot1
 from .runs import reach_back, reach_on
 
-SIZES = ["number", "absent", "stride", "rule_number"]
+SIZES = ["number", "windows", "absent", "stride", "rule_number"]
 UNALIGNED = [
     "p_hyper", "p_steps", "p_tables", "p_grad_scale", "p_skip", "p_keys", "p_sources", "p_coefficients", "p_order",
-    "p_starts", "p_start_tables", "p_counts", "p_window_tables",
+    "p_starts", "p_tags", "p_rows", "p_first_sources", "p_counts", "p_cuts",
 ]  # fmt: skip
 
 
@@ -98,24 +98,58 @@ def store_sums(
         tl.store(p_table + place, tl.sum(g * g, axis=1), mask=live)
 
 
+@triton.jit
+def load_segments(p_starts, p_tags, p_rows, p_first_sources, at, mask):
+    """What `runs.py` wrote of segments: start, end, the tag, the next one's tag, row, where the first gradient starts."""
+    start = tl.load(p_starts + at, mask=mask, other=0)
+    end = tl.load(p_starts + at + 1, mask=mask, other=0)
+    tag = tl.load(p_tags + at, mask=mask, other=0)
+    next_tag = tl.load(p_tags + at + 1, mask=mask, other=0)
+    row = tl.load(p_rows + at, mask=mask, other=0)
+    source = tl.load(p_first_sources + at, mask=mask, other=0)
+    return start, end, tag, next_tag, row, source
+
+
+@triton.jit
+def load_gradients(
+    p_grad, p_winners, p_order, p_coefficients, j, source, inside, column, m_column, grad_column,
+    HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr, GRAD_ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Gradient rows that start at `source`, times their coefficients; `j` is the place of their ids among all sorted."""
+    o_grad = tl.multiple_of(source.to(tl.int64)[:, None], [GRAD_ALIGN, GRAD_ALIGN]) + column[None, :] * grad_column
+    mask = inside[:, None] & m_column[None, :]
+    if HAS_WINNERS:
+        order = tl.load(p_order + j, mask=inside, other=0)
+        mask = mask & (tl.load(p_winners + o_grad, mask=mask, other=-1) == order[:, None])
+    value = tl.load(p_grad + o_grad, mask=mask, other=0.0).to(tl.float32)
+    if HAS_COEFFICIENTS:
+        value = value * tl.load(p_coefficients + j, mask=inside, other=0.0)[:, None]
+    return value
+
+
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def segments_kernel(
-    p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners,
-    p_keys, p_order, p_sources, p_coefficients, p_starts, p_start_tables, p_counts, p_partials,
-    number, grad_column, stride, rule_number,
+    p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_sources,
+    p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_counts, p_partials, grad_column, stride, rule_number,
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
-    ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr,
-    DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr,
-    UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table."""
+    """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table.
+
+    Most runs are of one id, so the first gradient rows are read beside the rows, and what follows four at a time.
+    """
     block = tl.program_id(0).to(tl.int64) // PARTS
     part = tl.program_id(0) % PARTS
     count = tl.load(p_counts + block)
     if HAS_SKIP:
         count = tl.where(tl.load(p_skip) != 0, 0, count)
-    share = (count + PARTS * SEGMENTS - 1) // (PARTS * SEGMENTS) * SEGMENTS
+    if PARTS * SEGMENTS >= BLOCK:
+        # nothing waits for `count` then
+        share = SEGMENTS
+    else:
+        share = (count + PARTS * SEGMENTS - 1) // (PARTS * SEGMENTS) * SEGMENTS
     cursor = part * share
     stop = tl.minimum(cursor + share, count)
     first = block * (BLOCK + 1)
@@ -123,26 +157,27 @@ def segments_kernel(
     column = tl.arange(0, BLOCK_D)
     # a gradient may be transposed, with wide steps from column to column
     column_64 = column.to(tl.int64)
+    # within the arrays even where there is no such segment
+    here = cursor + lane < BLOCK
+    tag_of_first = tl.load(p_tags + first + cursor, mask=cursor < BLOCK, other=0)
+    start, end, tag, next_tag, row, source = load_segments(
+        p_starts, p_tags, p_rows, p_first_sources, first + cursor + lane, here
+    )
     while cursor < stop:
-        at = first + cursor + lane
-        here = cursor + lane < stop
-        table = tl.load(p_start_tables + first + cursor)
         # sorted keys: those of the first one's table come first, the rest have their turn in the next round
-        here = here & (tl.load(p_start_tables + at, mask=here, other=-1) == table)
+        table = tag_of_first // 2
+        here = (cursor + lane < stop) & (tag // 2 == table)
+        cursor += tl.sum(here.to(tl.int32), axis=0)
+        tag_of_next = tl.load(p_tags + first + cursor, mask=cursor < stop, other=0)
+        start_1, end_1, tag_1, next_tag_1, row_1, source_1 = load_segments(
+            p_starts, p_tags, p_rows, p_first_sources, first + cursor + lane, cursor + lane < stop
+        )
         if SEVERAL_RULES:
             # the rows of other rules are passed by
-            own = cursor + lane < tl.where(table_rule(p_tables, table) == rule_number, stop, cursor)
-        else:
-            own = here
-        cursor += tl.sum(here.to(tl.int32), axis=0)
-        here = here & own
-        start = tl.load(p_starts + at, mask=here, other=0).to(tl.int64)
-        end = tl.load(p_starts + at + 1, mask=here, other=0).to(tl.int64)
-        key = tl.load(p_keys + start, mask=here, other=0)
-        begins = tl.load(p_keys + start - 1, mask=here & (start > 0), other=-1) != key
-        ends = tl.load(p_keys + end, mask=here & (end < number), other=-1) != key
-        whole = here & begins & ends
-        row = key.to(tl.int64) - table_row_base(p_tables, table)
+            here = here & (lane < tl.where(table_rule(p_tables, table) == rule_number, SEGMENTS, 0))
+        begins = tag % 2 == 1
+        whole = here & begins & (next_tag % 2 == 1)
+        row = row.to(tl.int64)
         dim = table_dim(p_tables, table)
         m_column = column // DIM_ALIGN * DIM_ALIGN < dim
         m_whole = whole[:, None] & m_column[None, :]
@@ -150,25 +185,44 @@ def segments_kernel(
             w, s0, s1 = load_rows(
                 p_table, p_slots, p_tables, table, row, dim, column, whole, m_whole, SLOT0, SLOT1, ALIGN, SLOT_ALIGN
             )
-        g = tl.zeros([SEGMENTS, BLOCK_D], tl.float32)
-        longest = tl.max(end - start, axis=0)
-        k = 0
+        g = load_gradients(
+            p_grad, p_winners, p_order, p_coefficients, start, source, here, column_64, m_column, grad_column,
+            HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+        )  # fmt: skip
+        longest = tl.max(tl.where(here, end - start, 0), axis=0)
+        k = longest * 0 + 1
         while k < longest:
-            for step in tl.static_range(UNROLL):
-                j = start + k + step
-                inside = here & (j < end)
-                source = tl.load(p_sources + j, mask=inside, other=0).to(tl.int64)
-                o_grad = tl.multiple_of(source[:, None], [GRAD_ALIGN, GRAD_ALIGN]) + column_64[None, :] * grad_column
-                m_grad = inside[:, None] & m_column[None, :]
-                if HAS_WINNERS:
-                    order = tl.load(p_order + j, mask=inside, other=0)
-                    m_grad = m_grad & (tl.load(p_winners + o_grad, mask=m_grad, other=-1) == order[:, None])
-                value = tl.load(p_grad + o_grad, mask=m_grad, other=0.0).to(tl.float32)
-                if HAS_COEFFICIENTS:
-                    value = value * tl.load(p_coefficients + j, mask=inside, other=0.0)[:, None]
-                g += value
-            k += UNROLL
-        line = tl.where(begins, end // CHUNK * 2 + 1, start // CHUNK * 2)
+            j0 = start + k
+            j1 = j0 + 1
+            j2 = j0 + 2
+            j3 = j0 + 3
+            m0 = here & (j0 < end)
+            m1 = here & (j1 < end)
+            m2 = here & (j2 < end)
+            m3 = here & (j3 < end)
+            source_a = tl.load(p_sources + j0, mask=m0, other=0)
+            source_b = tl.load(p_sources + j1, mask=m1, other=0)
+            source_c = tl.load(p_sources + j2, mask=m2, other=0)
+            source_d = tl.load(p_sources + j3, mask=m3, other=0)
+            a = load_gradients(
+                p_grad, p_winners, p_order, p_coefficients, j0, source_a, m0, column_64, m_column, grad_column,
+                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+            )  # fmt: skip
+            b = load_gradients(
+                p_grad, p_winners, p_order, p_coefficients, j1, source_b, m1, column_64, m_column, grad_column,
+                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+            )  # fmt: skip
+            c = load_gradients(
+                p_grad, p_winners, p_order, p_coefficients, j2, source_c, m2, column_64, m_column, grad_column,
+                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+            )  # fmt: skip
+            d = load_gradients(
+                p_grad, p_winners, p_order, p_coefficients, j3, source_d, m3, column_64, m_column, grad_column,
+                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+            )  # fmt: skip
+            g += (a + b) + (c + d)
+            k += 4
+        line = tl.where(begins, end // CHUNK * 2 + 1, start // CHUNK * 2).to(tl.int64)
         o_partial = tl.multiple_of((line * stride)[:, None], [4, 4])
         m_partial = (here & (whole == 0))[:, None] & (column // 4 * 4 < stride)[None, :]
         tl.store(p_partials + o_partial + column[None, :], g, mask=m_partial)
@@ -181,6 +235,8 @@ def segments_kernel(
             )  # fmt: skip
         else:
             store_sums(p_table, p_tables, table, row, dim, column, start, whole, m_whole, g, MODE, ALIGN)
+        tag_of_first = tag_of_next
+        start, end, tag, next_tag, row, source = start_1, end_1, tag_1, next_tag_1, row_1, source_1
 
 
 @triton.jit
@@ -238,70 +294,67 @@ def fold_kernel(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def join_kernel(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip,
-    p_keys, p_window_tables, p_partials, p_folds, number, absent, stride, rule_number,
+    p_keys, p_cuts, p_partials, p_folds, number, windows, stride, rule_number,
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
     DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr, EDGES: tl.constexpr,
     JOIN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: the runs whose first cut is one of `EDGES` edges."""
-    edge = tl.program_id(0).to(tl.int64) * EDGES + 1
-    stop = edge + EDGES
+    first = tl.program_id(0).to(tl.int64) * EDGES
+    lane_edge = tl.arange(0, EDGES)
+    tables = tl.load(p_cuts + first + lane_edge, mask=first + lane_edge < windows, other=-1)
+    mine = tables >= 0
     if HAS_SKIP:
-        stop = tl.where(tl.load(p_skip) != 0, edge, stop)
+        mine = mine & (lane_edge >= tl.where(tl.load(p_skip) != 0, EDGES, 0))
+    if SEVERAL_RULES:
+        mine = mine & (table_rule(p_tables, tl.maximum(tables, 0)) == rule_number)
     lane = tl.arange(0, JOIN)
     column = tl.arange(0, BLOCK_D)
-    while edge < stop:
+    turn = tl.where(mine, lane_edge, EDGES)
+    chosen = tl.min(turn, axis=0)
+    while chosen < EDGES:
+        edge = first + chosen
         position = edge * CHUNK
-        entry = position - CHUNK - reach_back(position - CHUNK, CHUNK, BLOCK)
-        on = position + reach_on(position, CHUNK, BLOCK)
-        exists = on < number
-        key = tl.load(p_keys + position, mask=exists, other=absent)
-        before = tl.load(p_keys + position - reach_back(position, CHUNK, BLOCK), mask=exists, other=-1)
-        after = tl.load(p_keys + on, mask=exists, other=-1)
-        # a run that is cut at the edge before, too, is another program's
-        entry_key = tl.load(p_keys + entry, mask=exists & (edge > 1), other=-1)
-        mine = (key < absent) & (key == before) & (key == after) & (key != entry_key)
-        table = tl.load(p_window_tables + edge, mask=exists, other=0)
-        if SEVERAL_RULES:
-            mine = mine & (table_rule(p_tables, table) == rule_number)
-        if mine:
-            dim = table_dim(p_tables, table)
-            row = tl.zeros([1], tl.int64) + (key.to(tl.int64) - table_row_base(p_tables, table))
-            live = row >= 0
-            mask = live[:, None] & (column // DIM_ALIGN * DIM_ALIGN < dim)[None, :]
-            if MODE == 0:
-                w, s0, s1 = load_rows(
-                    p_table, p_slots, p_tables, table, row, dim, column, live, mask, SLOT0, SLOT1, ALIGN, SLOT_ALIGN
-                )
-            o_first = tl.multiple_of(((edge * 2 + 1) * stride + lane * 0)[:, None], [4, 4]) + column[None, :]
-            m_first = (lane == 0)[:, None] & (column // 4 * 4 < stride)[None, :]
-            acc = tl.load(p_partials + o_first, mask=m_first, other=0.0)
-            # pieces up to the next fold, then whole folds, then the pieces that are left
-            bend = (edge + FOLD - 1) // FOLD * FOLD
-            acc, unit = add_partials(
-                p_partials, p_keys, acc, key, number, stride, edge, bend, column, CHUNK, 0, 2, CHUNK, BLOCK, JOIN
+        table = tl.max(tl.where(lane_edge == chosen, tables, 0), axis=0).to(tl.int64)
+        key = tl.load(p_keys + position)
+        dim = table_dim(p_tables, table)
+        row = tl.zeros([1], tl.int64) + (key.to(tl.int64) - table_row_base(p_tables, table))
+        live = row >= 0
+        mask = live[:, None] & (column // DIM_ALIGN * DIM_ALIGN < dim)[None, :]
+        if MODE == 0:
+            w, s0, s1 = load_rows(
+                p_table, p_slots, p_tables, table, row, dim, column, live, mask, SLOT0, SLOT1, ALIGN, SLOT_ALIGN
             )
-            fold = bend // FOLD
-            limit = tl.where(unit == bend, number // (FOLD * CHUNK) + 1, fold)
-            acc, fold = add_partials(
-                p_folds, p_keys, acc, key, number, stride, fold, limit, column,
-                FOLD * CHUNK, (FOLD - 1) * CHUNK, 1, CHUNK, BLOCK, JOIN,
+        o_first = tl.multiple_of(((edge * 2 + 1) * stride + lane * 0)[:, None], [4, 4]) + column[None, :]
+        m_first = (lane == 0)[:, None] & (column // 4 * 4 < stride)[None, :]
+        acc = tl.load(p_partials + o_first, mask=m_first, other=0.0)
+        # pieces up to the next fold, then whole folds, then the pieces that are left
+        bend = (edge + FOLD - 1) // FOLD * FOLD
+        acc, unit = add_partials(
+            p_partials, p_keys, acc, key, number, stride, edge, bend, column, CHUNK, 0, 2, CHUNK, BLOCK, JOIN
+        )
+        fold = bend // FOLD
+        limit = tl.where(unit == bend, number // (FOLD * CHUNK) + 1, fold)
+        acc, fold = add_partials(
+            p_folds, p_keys, acc, key, number, stride, fold, limit, column,
+            FOLD * CHUNK, (FOLD - 1) * CHUNK, 1, CHUNK, BLOCK, JOIN,
+        )  # fmt: skip
+        limit = tl.where(unit == bend, fold * FOLD + FOLD, fold * FOLD)
+        acc, unit = add_partials(
+            p_partials, p_keys, acc, key, number, stride, fold * FOLD, limit, column,
+            CHUNK, 0, 2, CHUNK, BLOCK, JOIN,
+        )  # fmt: skip
+        g = tl.sum(acc, axis=0)[None, :]
+        if HAS_GRAD_SCALE:
+            g = g * tl.load(p_grad_scale)
+        if MODE == 0:
+            step_rows(
+                p_table, p_slots, p_tables, p_hyper, p_steps, table, row, dim, column, live, mask, g, w, s0, s1,
+                RULE, SLOT0, SLOT1, ALIGN, SLOT_ALIGN,
             )  # fmt: skip
-            limit = tl.where(unit == bend, fold * FOLD + FOLD, fold * FOLD)
-            acc, unit = add_partials(
-                p_partials, p_keys, acc, key, number, stride, fold * FOLD, limit, column,
-                CHUNK, 0, 2, CHUNK, BLOCK, JOIN,
-            )  # fmt: skip
-            g = tl.sum(acc, axis=0)[None, :]
-            if HAS_GRAD_SCALE:
-                g = g * tl.load(p_grad_scale)
-            if MODE == 0:
-                step_rows(
-                    p_table, p_slots, p_tables, p_hyper, p_steps, table, row, dim, column, live, mask, g, w, s0, s1,
-                    RULE, SLOT0, SLOT1, ALIGN, SLOT_ALIGN,
-                )  # fmt: skip
-            else:
-                place = row * 0 + position
-                store_sums(p_table, p_tables, table, row, dim, column, place, live, mask, g, MODE, ALIGN)
-        edge += 1
+        else:
+            place = row * 0 + position
+            store_sums(p_table, p_tables, table, row, dim, column, place, live, mask, g, MODE, ALIGN)
+        turn = tl.where(lane_edge == chosen, EDGES, turn)
+        chosen = tl.min(turn, axis=0)

@@ -21,6 +21,8 @@ from ._check import check_flag, check_interval
 COMMON_HYPER = ("learning_rate", "gradient_min", "gradient_max", "decay", "weight_min", "weight_max")
 OWN_HYPER = len(COMMON_HYPER)
 HYPER_WIDTH = 16
+ROUNDING_SEED = HYPER_WIDTH - 1
+"""Place of the seed of stochastic rounding; 0 rounds to the nearest. Set by the front, never by an optimizer."""
 MAX_SLOTS = 2
 
 

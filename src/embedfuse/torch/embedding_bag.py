@@ -54,7 +54,7 @@ def embedding_bag(
         norm_type: the p of that norm.
         scale_grad_by_freq: divides the gradient of each row by how often it is looked up.
         mode: "sum", "mean", "sqrtn" or "max".
-        sparse: the gradient of `weight` is a sparse tensor, coalesced.
+        sparse: the gradient of `weight` is a sparse tensor that holds each row once (compiled: followed by zeros).
         per_sample_weights: any float dtype, of the shape of `input`; not with "max".
         include_last_offset: `offsets` is `[B + 1]`, the last entry ends the last bag; ids after it do not count.
         padding_idx: this id counts as absent; negative values count from the end.

@@ -25,7 +25,10 @@ def is_watched(*tensors: Tensor | None) -> bool:
         raise NotImplementedError(
             "torch.jit.trace would take the number of ids and bags for constants: use torch.export or torch.compile"
         )
-    return any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors if tensor is not None)
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
+            return True
+    return False
 
 
 def is_transformed() -> bool:
@@ -77,7 +80,7 @@ class PooledLookup(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         csr = Csr(ids, offsets, weights, offsets.shape[0] - 1)
         backend = select(table.device, table.dtype)
-        return backend.pooled_lookup(table.reshape(-1), features, csr, table.shape[1], normalised, policy)
+        return backend.pooled_lookup(table.contiguous(), features, csr, table.shape[1], normalised, policy)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -139,7 +142,7 @@ class CoefficientGrad(torch.autograd.Function):
         table: Tensor, grad: Tensor, weights: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor
     ) -> Tensor:
         csr = Csr(ids, offsets, weights, offsets.shape[0] - 1)
-        return select(table.device, table.dtype).coefficient_grad(table.reshape(-1), features, csr, scale, grad)
+        return select(table.device, table.dtype).coefficient_grad(table.contiguous(), features, csr, scale, grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

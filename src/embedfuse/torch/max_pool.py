@@ -26,10 +26,9 @@ def max_lookup(
     table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, bags: int, width: int, policy: Policy
 ) -> tuple[Tensor, Tensor]:
     """The body of the op: `out[b] = table[ids of bag b].amax(0)`, and the positions in `ids` that won, -1 for none."""
-    flat = table.detach().reshape(-1)
     csr = Csr(ids, offsets, None, bags)
     backend: Any = select(table.device, table.dtype)
-    out, winners = backend.max_lookup(flat, features, csr, width, policy)
+    out, winners = backend.max_lookup(table.detach().contiguous(), features, csr, width, policy)
     return out, winners
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..combiners import COMBINERS
 from . import sparse_op  # noqa: F401 (declares its ops)
@@ -47,6 +46,9 @@ def descriptor(weight: Tensor, combiner: str, flags: int, watched: bool) -> Tens
     if not watched:
         return _remembered(kind)
     if torch.compiler.is_dynamo_compiling():
+        # imported here, since it takes a second and only a compiler needs it
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
         # a graph serves tables of one shape
         rows, dim = guard_scalar(weight.shape[0]), guard_scalar(weight.shape[1])
         made: Tensor = _constant(rows, dim, combiner, flags, weight.device)
@@ -74,7 +76,7 @@ def pooled_sparse(
     weight: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, normalised: bool,
     policy: Policy, watched: bool,
 ) -> Tensor:  # fmt: skip
-    """`pooled` with a sparse gradient of `weight`, coalesced unless a compiler watches."""
+    """`pooled` with a sparse gradient of `weight`."""
     bags = offsets.shape[0] - 1
     if watched:
         out, _ = torch.ops.embedfuse.lookup_with_sparse_grad(

@@ -48,12 +48,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     Args:
         modules: collections, or modules that contain them.
         default: optimizer of tables that have none from their `TableConfig` or their collection.
+        seed: of the stochastic rounding of tables that ask for it.
 
     Raises:
         ValueError: no collection found, a table without an optimizer, or a collection in `"autograd"` mode.
     """
 
-    def __init__(self, *modules: nn.Module, default: Optimizer | str | None = None) -> None:
+    def __init__(self, *modules: nn.Module, default: Optimizer | str | None = None, seed: int = 0) -> None:
         self._collections = _collections_of(modules)
         default = resolve(default)
         chosen = {
@@ -63,7 +64,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
         self._states: list[list[GroupState]] = [
             [
-                GroupState(group.arena, [chosen[number, name] for name in group.arena.names])
+                GroupState(
+                    group.arena,
+                    [chosen[number, name] for name in group.arena.names],
+                    [_seed(collection, number, name, seed) for name in group.arena.names],
+                )
                 for group in collection._groups
             ]
             for number, collection in enumerate(self._collections)
@@ -292,6 +297,13 @@ def _collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
                 'parameters, or update="step"'
             )
     return list(found)
+
+
+def _seed(collection: EmbeddingCollection, number: int, name: str, seed: int) -> int:
+    """A seed of its own for each table that rounds stochastically, 0 for the others; exact in float64."""
+    if not collection.table_configs[name].stochastic_rounding:
+        return 0
+    return 1 + (seed * 1_000_003 + number * 1009 + list(collection.tables).index(name)) % 2**52
 
 
 def _optimizer_of(collection: EmbeddingCollection, name: str, default: Optimizer | None) -> Optimizer:

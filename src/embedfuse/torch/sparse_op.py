@@ -1,7 +1,8 @@
 """`sparse=True` where ops are traced: a lookup in one table whose gradient is sparse and of a size known beforehand.
 
 A graph cannot hold a gradient of as many rows as there are distinct ids. So this one has a row for each id: first the
-distinct rows with their whole sums, then rows of zeros; it is not coalesced. `sparse_grad.py` serves untraced calls.
+distinct rows with their whole sums, then zeros for one of them; it is not coalesced. `sparse_grad.py` serves untraced
+calls.
 """
 
 from typing import Any
@@ -45,7 +46,8 @@ def _padded_row_grad(
     values = grad.new_zeros((ids.shape[0], dim))
     csr = Csr(place - first, offsets, weights, bags)
     select(grad.device, grad.dtype).row_grad(values.view(-1)[: count * dim], small, csr, scale, grad)
-    names = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
+    # zeros go to a row that is there anyway: to some optimizers a gradient of zero is not the same as none
+    names = torch.full((ids.shape[0],), int(distinct[-1]) if count else 0, dtype=torch.int64, device=ids.device)
     names[:count] = distinct[first:]
     return names, values
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..optim import Optimizer
+from ..optim.base import ROUNDING_SEED
 from ..plan import ALIGNMENT, FROZEN, T_RULE, T_SLOT0
 from .ops import accumulation_dtype
 from .tables import Arena
@@ -21,10 +22,13 @@ class GroupState:
         slots: all slots of all tables, flat, float32 (float64 for float64 tables).
         steps: int64 `[T]`: optimizer steps each table has made.
         hyper: float64 `[T, HYPER_WIDTH]`.
+
+    Args:
+        seeds: of stochastic rounding, one for each table; 0 for none.
     """
 
-    def __init__(self, arena: Arena, optimizers: Sequence[Optimizer]) -> None:
-        self.arena, self.optimizers = arena, list(optimizers)
+    def __init__(self, arena: Arena, optimizers: Sequence[Optimizer], seeds: Sequence[int]) -> None:
+        self.arena, self.optimizers, self._seeds = arena, list(optimizers), list(seeds)
         self.rules = list(dict.fromkeys(optimizer.kernel_class() for optimizer in optimizers))
         self._descriptors = arena.descriptors.copy()
         self._places: list[dict[str, tuple[int, tuple[int, int]]]] = []
@@ -67,7 +71,8 @@ class GroupState:
     def set_hyper(self, learning_rates: Sequence[float]) -> None:
         """Brings hyper-parameters up to date with the learning rates, one for each table."""
         rows = [
-            optimizer.hyper(rate) for optimizer, rate in zip(self.optimizers, learning_rates, strict=True)
+            (*optimizer.hyper(rate)[:ROUNDING_SEED], float(seed))
+            for optimizer, rate, seed in zip(self.optimizers, learning_rates, self._seeds, strict=True)
         ]
         if rows != self._hyper_rows:
             fresh = torch.tensor(rows, dtype=torch.float64)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..optim import apply_rule
 from ..plan import COLUMN, ROW_BASE, ROWS
 from .backends import Csr, Update, select
+from .backends.rounding import rounded
 from .ledger import Record
 from .state import GroupState
 
@@ -171,5 +172,7 @@ def _step_all_rows(
             hyper = state.hyper[number].to(state.slots.dtype)
             rule = state.optimizers[number].kernel_class()
             w, new = apply_rule(rule, table.to(g.dtype), g, tuple(old), hyper, state.steps[number], torch)
+            rows = torch.arange(table.shape[0], device=table.device)
+            w = rounded(w, table.dtype, state.hyper[number], state.steps[number], rows)
             for target, value in ((table, w), *zip(old, new, strict=True)):
                 target.copy_(value if skip is None else torch.where(skip == 0, value, target.to(value.dtype)))

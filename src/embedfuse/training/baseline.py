@@ -1,5 +1,6 @@
 """The baseline: a logistic regression on the same columns, trained well enough to be worth beating."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ PENALTIES = (1e-5, 3e-5, 1e-4)
 """Of the squared weights of ids; the one that does best on the validation rows is taken."""
 EPOCHS = 5
 RATE = 0.02
+LARGEST_BATCH, FEWEST_STEPS = 4096, 60
+"""Batches as large as leave so many steps to an epoch: the problem is convex and small."""
 CPU = torch.device("cpu")
 
 
@@ -40,7 +43,11 @@ def train_baseline(dataset: Dataset, settings: Settings, watch: Callable[[str], 
     the middle penalty instead, since its length is unknown.
     """
     began = time.perf_counter()
-    if dataset.train_steps(settings.batch_size) is None:
+    steps = dataset.train_steps(settings.batch_size)
+    if steps is not None:
+        larger = min(LARGEST_BATCH, steps * settings.batch_size // FEWEST_STEPS)
+        settings = dataclasses.replace(settings, batch_size=max(settings.batch_size, larger))
+    if steps is None:
         penalty, epochs = PENALTIES[1], 1
     else:
         epochs = EPOCHS

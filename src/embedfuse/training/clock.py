@@ -57,7 +57,7 @@ class StepClock:
 
     def _now(self) -> Any:
         if self._on_gpu:
-            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event: Any = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
         return time.perf_counter()

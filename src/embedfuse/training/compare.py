@@ -3,6 +3,7 @@
 In `out`: `metrics.json`, `report.png`, and for each model a folder with its `checkpoint` and `result.json`.
 """
 
+import dataclasses
 import json
 import platform
 import shutil
@@ -22,6 +23,7 @@ from .checkpoints import ResumeError
 from .loop import Report, Trainer
 from .plots import draw
 from .settings import Settings
+from .timing import STEPS, time_in_turn
 
 Kind = Literal["unfused", "fused"]
 KINDS: tuple[Kind, ...] = ("unfused", "fused")
@@ -30,7 +32,11 @@ METRICS, PICTURE, BASELINE = "metrics.json", "report.png", "logistic_regression.
 
 @dataclass(frozen=True)
 class Result:
-    """Of one trained model, as written to `result.json`."""
+    """Of one trained model, as written to `result.json`.
+
+    `seconds` is the whole training without evaluations; step times are medians, in a comparison those of steps that
+    both models made in turn.
+    """
 
     kind: str
     auc: float
@@ -53,6 +59,9 @@ class Screen(Protocol):
 
     def report(self, report: Report) -> None:
         """It got this far."""
+
+    def move(self, steps: int) -> None:
+        """So many steps of it are made."""
 
     def end(self) -> None:
         """It is done."""
@@ -93,6 +102,8 @@ def run(settings: Settings, out: Path, screen: Screen, resume: bool = False) -> 
     screen.say(_introduction(dataset, settings))
     baseline = _baseline(dataset, settings, out, screen, resume) if settings.compare else None
     results = [_trained(kind, dataset, settings, out, screen, resume) for kind in kinds]
+    if settings.compare:
+        results = _timed(results, dataset, settings, out, screen)
     metrics = {
         "settings": settings.describe(),
         "data": dataset.describe(),
@@ -105,8 +116,8 @@ def run(settings: Settings, out: Path, screen: Screen, resume: bool = False) -> 
     return metrics
 
 
-def _trained(kind: Kind, dataset: Dataset, settings: Settings, out: Path, screen: Screen, resume: bool) -> Result:
-    folder = out / kind
+def _trainer(kind: Kind, dataset: Dataset, settings: Settings, folder: Path, screen: Screen) -> Trainer:
+    """Of a fresh model; the same first weights for both kinds."""
     torch.manual_seed(settings.seed)
     options = ModelOptions(
         kind,
@@ -117,8 +128,12 @@ def _trained(kind: Kind, dataset: Dataset, settings: Settings, out: Path, screen
         tuple(settings.shape.items()),
         torch.device(settings.device),
     )
-    model = build_model(settings.model, dataset.schema, options)
-    trainer = Trainer(model, dataset, settings, folder, screen.report)
+    return Trainer(build_model(settings.model, dataset.schema, options), dataset, settings, folder, screen.report)
+
+
+def _trained(kind: Kind, dataset: Dataset, settings: Settings, out: Path, screen: Screen, resume: bool) -> Result:
+    folder = out / kind
+    trainer = _trainer(kind, dataset, settings, folder, screen)
     if resume and (folder / "checkpoint").exists():
         trainer.resume()
         screen.say(f"{kind}: continuing after step {trainer.parts.progress.step}")
@@ -140,6 +155,20 @@ def _trained(kind: Kind, dataset: Dataset, settings: Settings, out: Path, screen
     )
     (folder / "result.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
     return result
+
+
+def _timed(results: list[Result], dataset: Dataset, settings: Settings, out: Path, screen: Screen) -> list[Result]:
+    """The same results with step times that were taken in turn."""
+    trainers: dict[str, Trainer] = {kind: _trainer(kind, dataset, settings, out / kind, screen) for kind in KINDS}
+    screen.begin("timing steps in turn", STEPS)
+    try:
+        times = time_in_turn(trainers, dataset, settings, screen.move)
+    finally:
+        screen.end()
+    return [
+        dataclasses.replace(result, milliseconds_per_step=times[result.kind].whole, phases=times[result.kind].phases)
+        for result in results
+    ]
 
 
 def _baseline(dataset: Dataset, settings: Settings, out: Path, screen: Screen, resume: bool) -> Baseline:

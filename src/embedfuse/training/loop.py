@@ -108,11 +108,8 @@ class Trainer:
             if self._stop:
                 self._save()
                 raise Interrupted(f"stopped after step {progress.step}; continue with --resume")
-            self.clock.start()
-            batch = next(batches, None)
-            if batch is None:
-                break
-            self._step(batch)
+            if not self.step(batches):
+                return
             progress.seconds += time.perf_counter() - began
             if progress.step % REPORT_EVERY == 0:
                 self._collect()
@@ -127,8 +124,13 @@ class Trainer:
             # neither evaluation nor saving is training
             began = time.perf_counter()
 
-    def _step(self, batch: Batch) -> None:
+    def step(self, batches: Iterator[Batch]) -> bool:
+        """Makes one step with the next batch; False if there is none."""
         progress, clock = self.parts.progress, self.clock
+        clock.start()
+        batch = next(batches, None)
+        if batch is None:
+            return False
         self._set_rates()
         rows = to_torch(batch, self.device)
         clock.mark()
@@ -143,6 +145,7 @@ class Trainer:
         self._pending.append(loss.detach())
         progress.step += 1
         progress.position += 1
+        return True
 
     # --- rates, reports, evaluations -------------------------------------------------------------------------------
 
@@ -157,7 +160,7 @@ class Trainer:
         total = self.steps()
         if self.settings.schedule == "constant" or total is None:
             return
-        factor = 1 - self.parts.progress.step / total
+        factor = max(1 - self.parts.progress.step / total, 0.0)
         for optimizer, rates in zip(self.optimizers.values(), self._rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor

@@ -22,11 +22,10 @@ def draw(metrics: dict[str, Any], path: Path) -> None:
     curves, times = figure.subplots(1, 2, width_ratios=(1.1, 1))
     _draw_curves(curves, metrics)
     _draw_times(times, models)
-    figure.suptitle(
-        f"{settings['model'].upper()} on {settings['data']}, batch {settings['batch_size']}, "
-        f"{metrics['machine']['threads']} threads, {metrics['machine']['device']}",
-        color=INK,
-    )
+    place = settings["device"]
+    if place == "cpu":
+        place += f" with {metrics['machine']['threads']} thread(s)"
+    figure.suptitle(f"{settings['model']} on {settings['data']}, batch {settings['batch_size']}, {place}", color=INK)
     figure.savefig(path, dpi=130)
 
 

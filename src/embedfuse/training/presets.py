@@ -8,7 +8,7 @@ from typing import Any
 PRESETS: dict[str, dict[str, Any]] = {
     "flights": {"batch_size": 512, "epochs": 2, "learning_rate": 0.01, "dropout": 0.3},
     "criteo": {"batch_size": 512, "embedding_learning_rate": 0.01, "schedule": "constant"},
-    "synthetic": {"batch_size": 512, "epochs": 2, "learning_rate": 0.003},
+    "synthetic": {"batch_size": 512, "epochs": 2, "learning_rate": 0.003, "embedding_learning_rate": 0.2},
 }
 
 

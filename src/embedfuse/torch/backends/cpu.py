@@ -8,6 +8,7 @@ from ...optim.base import apply_rule
 from ...plan import FROZEN, T_OFFSET, T_RULE, T_SLOT0
 from . import BadId, Csr, Policy, Update
 from .eager import _view as view_of_table
+from .rounding import rounded
 
 
 def _accumulation(dtype: torch.dtype) -> torch.dtype:
@@ -94,7 +95,7 @@ class CpuBackend:
         w = weights[rows].to(sums.dtype)
         state = tuple(slot[rows] for slot in slots)
         w, state = apply_rule(rule, w, sums * grad_scale, state, update.hyper[number], update.steps[number], torch)
-        weights[rows] = w.to(weights.dtype)
+        weights[rows] = rounded(w, weights.dtype, update.hyper[number], update.steps[number], rows)
         for slot, value in zip(slots, state, strict=True):
             slot[rows] = value
 

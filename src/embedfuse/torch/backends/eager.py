@@ -1,7 +1,7 @@
 """Plain PyTorch: any device, any float type, no native code. The fallback, and the second opinion on the others.
 
 Ids that count are listed once, with the place of their row and of their gradient; all features of one width then go
-through the same few calls. Sums are made in pieces of `PIECE`, and the pieces' sums likewise: the order is fixed, and no
+through the same few calls. Sums are made in pieces of `PIECE`, and the pieces' sums likewise: the order is fixed and no
 long sum loses its small terms. Ids out of range are reported on every device, at the price of a synchronisation; the
 policy "ignore" means "drop" here.
 """
@@ -35,6 +35,7 @@ from ...plan import (
     TABLE,
 )
 from . import BadId, Csr, Policy, Update
+from .rounding import rounded
 
 PIECE = 64
 """Terms that are added one after the other."""
@@ -297,7 +298,8 @@ class EagerBackend:
             old = tuple(slot.index_select(0, rows) for slot in slots)
             w = weights.index_select(0, rows).to(g.dtype)
             w, new = apply_rule(rule, w, g, old, update.hyper[number], update.steps[number], torch)
-            weights.index_copy_(0, rows, w.to(weights.dtype))
+            w = rounded(w, weights.dtype, update.hyper[number], update.steps[number], rows)
+            weights.index_copy_(0, rows, w)
             for slot, value in zip(slots, new, strict=True):
                 slot.index_copy_(0, rows, value)
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ...kernels.configs import UpdateConfig
 from ...kernels.runs import key_kernel, segment_kernel
+from ...plan import FROZEN
 from . import Csr
+from .descriptor_facts import TableFacts
 
 INT32 = 2**31 - 1
 STEP = 4
@@ -28,9 +30,11 @@ class SortedRuns:
     sources: Tensor  # [N]: element of `grad` where the gradient row of each sorted id starts
     coefficients: Tensor | None  # float32 [N], sorted
     starts: Tensor  # [blocks * (block + 1)]
-    start_tables: Tensor  # int32, as starts
+    tags: Tensor  # int32, as starts
+    rows: Tensor  # as starts
+    first_sources: Tensor  # as starts
     counts: Tensor  # int32 [blocks]
-    window_tables: Tensor  # int32 [windows]
+    cuts: Tensor  # int32 [windows]
     partials: Tensor  # float32 [2 * windows, stride]
     folds: Tensor  # float32 [folds, stride]
 
@@ -50,18 +54,16 @@ def _kind(largest: int) -> torch.dtype:
 
 
 def sorted_runs(
-    features: Tensor, tables: Tensor, rows: int, csr: Csr, scale: Tensor, grad: Tensor, config: UpdateConfig,
-    widest: int,
+    features: Tensor, tables: Tensor, facts: TableFacts, csr: Csr, scale: Tensor, grad: Tensor, config: UpdateConfig
 ) -> SortedRuns:  # fmt: skip
     """Sorts the ids of a batch by row.
 
     Args:
         features: descriptors, as `tables`.
-        rows: V, of all tables.
+        facts: of `tables`.
         scale: of each bag; empty for all ones.
         grad: the gradient whose rows will be summed; only its strides matter here.
         config: tile sizes.
-        widest: the largest DIM.
     """
     number, device = csr.ids.shape[0], csr.ids.device
     total_bags, feature_count = csr.offsets.shape[0] - 1, features.shape[0]
@@ -70,36 +72,41 @@ def sorted_runs(
     def empty(count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
-    keys = empty(number, _kind(rows))
+    keys = empty(number, _kind(facts.rows))
     bags = empty(number, _kind(total_bags))
     coefficients = empty(number, torch.float32) if has_scale else csr.weights
     blocks = ceil_div(number, config.block)
     key_kernel[(blocks,)](
         features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, bags,
-        coefficients if has_scale else None, number, csr.bags, total_bags, feature_count, rows, total_bags.bit_length(),
-        HAS_WEIGHTS=csr.weights is not None, HAS_SCALE=has_scale, BLOCK=config.block, num_warps=4,
+        coefficients if has_scale else None, number, csr.bags, total_bags, feature_count, facts.rows,
+        HAS_WEIGHTS=csr.weights is not None, HAS_SCALE=has_scale, HAS_FROZEN=FROZEN in facts.rules, BLOCK=config.block,
+        num_warps=4,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
     windows = ceil_div(number, config.chunk)
-    stride = ceil_div(widest, STEP) * STEP
+    stride = ceil_div(facts.widest, STEP) * STEP
     last_source = max(grad.shape[0] - 1, 0) * grad.stride(0) + max(grad.shape[1] - 1, 0) * grad.stride(1)
+    sources, segments = _kind(last_source), blocks * (config.block + 1)
     runs = SortedRuns(
         number=number,
-        absent=rows,
+        absent=facts.rows,
         keys=keys,
         order=order,
-        sources=empty(number, _kind(last_source)),
+        sources=empty(number, sources),
         coefficients=None if coefficients is None else empty(number, torch.float32),
-        starts=empty(blocks * (config.block + 1), _kind(number)),
-        start_tables=empty(blocks * (config.block + 1), torch.int32),
+        starts=empty(segments, _kind(number)),
+        tags=empty(segments, torch.int32),
+        rows=empty(segments, keys.dtype),
+        first_sources=empty(segments, sources),
         counts=empty(blocks, torch.int32),
-        window_tables=empty(windows, torch.int32),
+        cuts=empty(windows, torch.int32),
         partials=empty(2 * windows * stride, torch.float32).view(2 * windows, stride),
         folds=empty(ceil_div(windows, config.fold) * stride, torch.float32).view(-1, stride),
     )
     segment_kernel[(blocks,)](
-        features, keys, order, bags, coefficients, runs.sources, runs.coefficients, runs.starts, runs.start_tables,
-        runs.counts, runs.window_tables, number, csr.bags, feature_count, rows, grad.stride(0), grad.stride(1),
+        features, keys, order, bags, coefficients, runs.sources, runs.coefficients,
+        runs.starts, runs.tags, runs.rows, runs.first_sources, runs.counts, runs.cuts,
+        number, csr.bags, feature_count, facts.rows, grad.stride(0), grad.stride(1),
         HAS_COEFFICIENTS=coefficients is not None, CHUNK=config.chunk, BLOCK=config.block, num_warps=4,
     )  # fmt: skip
     return runs

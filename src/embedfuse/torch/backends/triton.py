@@ -98,7 +98,7 @@ class TritonBackend:
         csr = _contiguous(csr)
         facts = feature_facts(features)
         config = self._lookup_config(facts.widest, csr.ids.shape[0] / (count * csr.bags))
-        size = {"BAGS": config.lanes} if config.short else {"ROWS": config.lanes, "SUMS": config.sums}
+        size = {"BAGS" if config.short else "ROWS": config.lanes}
         programs = count * ceil_div(csr.bags, config.lanes) if config.short else count * csr.bags
         kernel = pooled_short_kernel if config.short else pooled_long_kernel
         with _on(table.device), _checking(table.device, policy) as bad:
@@ -199,7 +199,7 @@ class TritonBackend:
         facts = table_facts(tables)
         config = self._update_config(facts.widest)
         with _on(grad.device):
-            runs = sorted_runs(features, tables, facts.rows, csr, scale, grad, config, facts.widest)
+            runs = sorted_runs(features, tables, facts, csr, scale, grad, config)
             self._finish(target, tables, runs, grad, winners, facts.dims, known_columns(features), config)
 
     def _finish(
@@ -213,17 +213,17 @@ class TritonBackend:
             "MODE": target.mode, "SEVERAL_RULES": len(target.rules) > 1, "HAS_GRAD_SCALE": grad_scale is not None,
             "HAS_SKIP": skip is not None, "ALIGN": _rows_align(target.starts, target.out),
             "SLOT_ALIGN": min(target.slots, WIDE_WORD // 4), "DIM_ALIGN": dims, "CHUNK": config.chunk,
-            "BLOCK": config.block, "BLOCK_D": config.block_d, "num_warps": config.warps, **OPTIONS,
+            "BLOCK": config.block, "BLOCK_D": config.block_d, **OPTIONS,
         }  # fmt: skip
         state = (target.out, slots, tables, hyper, steps, grad_scale, skip)
         for number, rule in target.rules:
             segments_kernel[(runs.counts.shape[0] * config.parts,)](
-                *state, grad, winners, runs.keys, runs.order if winners is not None else None, runs.sources,
-                runs.coefficients, runs.starts, runs.start_tables, runs.counts, runs.partials,
-                runs.number, grad.stride(1), runs.stride, number,
+                *state, grad, winners, runs.order if winners is not None else None, runs.sources, runs.coefficients,
+                runs.starts, runs.tags, runs.rows, runs.first_sources, runs.counts, runs.partials,
+                grad.stride(1), runs.stride, number,
                 **_rule(rule), HAS_COEFFICIENTS=runs.coefficients is not None, HAS_WINNERS=winners is not None,
                 GRAD_ALIGN=_grad_align(columns, grad), PARTS=config.parts,
-                SEGMENTS=config.segments, UNROLL=config.unroll, **common,
+                SEGMENTS=config.segments, num_warps=config.warps, **common,
             )  # fmt: skip
         if runs.number <= config.chunk:
             return
@@ -231,12 +231,13 @@ class TritonBackend:
             fold_kernel[(runs.folds.shape[0],)](
                 runs.keys, runs.partials, runs.folds, runs.number, runs.absent, runs.stride,
                 CHUNK=config.chunk, BLOCK=config.block, FOLD=config.fold, JOIN=config.join, BLOCK_D=config.block_d,
-                num_warps=config.warps, **OPTIONS,
+                num_warps=config.join_warps, **OPTIONS,
             )  # fmt: skip
+        windows = runs.cuts.shape[0]
         for number, rule in target.rules:
-            join_kernel[(ceil_div(runs.window_tables.shape[0] - 1, config.edges),)](
-                *state, runs.keys, runs.window_tables, runs.partials, runs.folds, runs.number, runs.absent,
-                runs.stride, number, **_rule(rule), FOLD=config.fold, EDGES=config.edges, JOIN=config.join,
+            join_kernel[(ceil_div(windows, config.edges),)](
+                *state, runs.keys, runs.cuts, runs.partials, runs.folds, runs.number, windows, runs.stride, number,
+                **_rule(rule), FOLD=config.fold, EDGES=config.edges, JOIN=config.join, num_warps=config.join_warps,
                 **common,
             )  # fmt: skip
 
