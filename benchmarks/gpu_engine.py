@@ -71,7 +71,8 @@ def main() -> None:
     until = time.monotonic() + options.budget
     bandwidth = copy_bandwidth()
     device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}, triton {triton.__version__}, copy {bandwidth / 1e9:.0f} GB/s", flush=True)
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    print(f"{device}, {versions}, copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     result: dict[str, Any] = {
         "device": device, "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
         "python": platform.python_version(), "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

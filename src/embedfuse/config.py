@@ -64,7 +64,7 @@ class TableConfig:
             raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.stochastic_rounding and self.dtype not in ("float16", "bfloat16"):
             raise ValueError(
-                f"`stochastic_rounding` must be False for {self.dtype} tables, whose updates lose nothing: use a 16-bit dtype"
+                f"`stochastic_rounding` must be False for {self.dtype} tables, whose steps are exact: use 16 bits"
             )
         object.__setattr__(self, "optimizer", resolve(self.optimizer))
 

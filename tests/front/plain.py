@@ -37,7 +37,7 @@ class Plain:
     """Ordinary leaves with the values of a collection's tables, looked up feature by feature."""
 
     def __init__(self, collection: EmbeddingCollection) -> None:
-        self.features = {name: config for name, config in collection.features.items()}
+        self.features = dict(collection.features.items())
         self.tables = {name: table.detach().clone().requires_grad_() for name, table in collection.tables.items()}
 
     def __call__(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -55,7 +55,9 @@ class Plain:
 def three_features(**options: Any) -> EmbeddingCollection:
     """Two features on one table with different combiners, and one on another of odd width."""
     items = embedfuse.TableConfig(30, 8, name="items", optimizer=options.pop("items", embedfuse.SGD(0.1)))
-    cities = embedfuse.TableConfig(7, 3, name="cities", combiner="sum", optimizer=options.pop("cities", embedfuse.SGD(0.1)))
+    cities = embedfuse.TableConfig(
+        7, 3, name="cities", combiner="sum", optimizer=options.pop("cities", embedfuse.SGD(0.1))
+    )
     features = {
         "seen": embedfuse.FeatureConfig(items),
         "bought": embedfuse.FeatureConfig(items, combiner="sqrtn"),

@@ -5,18 +5,16 @@ import pickle
 
 import pytest
 import torch
+from plain import batch_for, three_features
 
 import embedfuse
 from embedfuse.torch import FusedOptimizer, load, save
-from plain import batch_for, three_features
 
 
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.embeddings = three_features(
-            items=embedfuse.Adam(0.1, bias_correction=True), cities=embedfuse.FTRL(0.1)
-        )
+        self.embeddings = three_features(items=embedfuse.Adam(0.1, bias_correction=True), cities=embedfuse.FTRL(0.1))
         self.top = torch.nn.Linear(19, 1)
 
     def forward(self, inputs):
@@ -114,5 +112,3 @@ def test_refusals_change_nothing(tmp_path):
     (tmp_path / "checkpoint.json").write_text(json.dumps({**index, "format": 99}))
     with pytest.raises(ValueError, match="format"):
         load(tmp_path)
-
-

@@ -7,11 +7,10 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
+from plain import Plain, batch_for, loss_of, random_bags, three_features, upstream
 
 import embedfuse
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer, SparseIds
-
-from plain import Plain, batch_for, loss_of, random_bags, three_features, upstream
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -50,7 +49,10 @@ def test_autograd_mode_gives_ordinary_gradients(grad):
 
 
 def test_autograd_mode_differentiates_twice():
-    tables = [embedfuse.TableConfig(5, 3, dtype="float64", combiner="sum"), embedfuse.TableConfig(4, 2, dtype="float64")]
+    tables = [
+        embedfuse.TableConfig(5, 3, dtype="float64", combiner="sum"),
+        embedfuse.TableConfig(4, 2, dtype="float64"),
+    ]
     collection = EmbeddingCollection([embedfuse.FeatureConfig(t) for t in tables], update="autograd")
     bags = [
         Bags.from_lists([[0, 1, 1], [], [4]], [[0.5, 2.0, 1.5], [], [1.0]]),
@@ -205,7 +207,7 @@ def test_negative_ids_and_nonpositive_weights_are_dropped_as_tensorflow_does():
     features = {c: embedfuse.FeatureConfig(table, combiner=c) for c in ("sum", "mean", "sqrtn")}
     collection = EmbeddingCollection(features)
     bags = Bags.from_lists([[0, -1, 2], [3, 1]], [[2.0, 5.0, 2.0], [-1.0, 3.0]])
-    out = collection({name: bags for name in features})
+    out = collection(dict.fromkeys(features, bags))
     torch.testing.assert_close(out["sum"], torch.tensor([[10.0], [-2.0]]))
     torch.testing.assert_close(out["mean"], torch.tensor([[2.5], [2.0]]))
     torch.testing.assert_close(out["sqrtn"], torch.tensor([[10 / 8**0.5], [2.0]]))
@@ -339,3 +341,54 @@ def test_output_shape():
     torch.testing.assert_close(out, torch.stack([torch.stack([weight[0], torch.zeros(2)]), weight[1:3]]))
     with pytest.raises(ValueError, match="output_shape"):
         shaped(Bags.from_lists([[0], [1], [2]]))
+
+
+def test_inference_mode_first_and_training_after():
+    collection = three_features()
+    optimizer = FusedOptimizer(collection)
+    sequence = {name: torch.zeros(2, 3, dtype=torch.int64) for name in collection.features}
+    with torch.inference_mode():
+        collection(sequence)
+    before = collection.tables["items"].detach().clone()
+    sum(out.sum() for out in collection(sequence).values()).backward()
+    optimizer.step()
+    assert not torch.equal(before, collection.tables["items"].detach())
+
+
+def test_functional_transforms_in_autograd_mode():
+    collection = three_features(update="autograd")
+    plain = Plain(collection)
+    inputs = batch_for(collection, 5, seed=12, weighted=True)
+    gradients = upstream(plain(inputs), 13)
+    loss_of(plain(inputs), gradients).backward()
+    named = {f"tables.{name}": table.detach() for name, table in collection.tables.items()}
+
+    def loss(tables):
+        return loss_of(torch.func.functional_call(collection, tables, (inputs,)), gradients)
+
+    for name, grad in torch.func.grad(loss)(named).items():
+        torch.testing.assert_close(grad, plain.tables[name.removeprefix("tables.")].grad)
+    stacked = {name: torch.stack([table, 2 * table]) for name, table in named.items()}
+    losses = torch.func.vmap(loss)(stacked)
+    torch.testing.assert_close(losses, torch.stack([loss(named), 2 * loss(named)]))
+    with pytest.raises(NotImplementedError, match=r"torch\.export"):
+        torch.jit.trace(lambda ids: collection(dict.fromkeys(inputs, ids))["seen"], torch.tensor([1, 2]))
+
+
+def test_tables_may_be_written_between_forward_and_backward():
+    collection = three_features(update="autograd")
+    out = collection(batch_for(collection, 5, seed=14))
+    with torch.no_grad():
+        collection.tables["items"].mul_(2)
+    sum(value.sum() for value in out.values()).backward()
+    assert collection.tables["items"].grad is not None
+
+
+def test_weights_without_gradients_cost_nothing(monkeypatch):
+    from embedfuse.torch.backends import select
+
+    collection = three_features()
+    FusedOptimizer(collection)
+    backend = select(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(type(backend), "coefficient_grad", None)
+    sum(out.sum() for out in collection(batch_for(collection, 5, seed=15, weighted=True)).values()).backward()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from plain import batch_for, random_bags, three_features
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import embedfuse
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
-from plain import batch_for, random_bags, three_features
 
 
 class Model(torch.nn.Module):
@@ -15,9 +15,7 @@ class Model(torch.nn.Module):
     def __init__(self, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.embeddings = three_features(
-            items=embedfuse.Adagrad(0.1), cities=embedfuse.FTRL(0.1), **options
-        )
+        self.embeddings = three_features(items=embedfuse.Adagrad(0.1), cities=embedfuse.FTRL(0.1), **options)
         self.top = torch.nn.Linear(19, 8)
 
     def forward(self, inputs):
@@ -25,12 +23,17 @@ class Model(torch.nn.Module):
         return self.top(torch.cat(list(first.values()), 1)) + 0.5 * second["seen"]
 
 
-@pytest.mark.parametrize(("backend", "update"), [("aot_eager", "step"), ("inductor", "step"), ("aot_eager", "autograd")])
+@pytest.mark.parametrize(
+    ("backend", "update"), [("aot_eager", "step"), ("inductor", "step"), ("aot_eager", "autograd")]
+)
 def test_training_compiles_whole_and_once(backend, update):
     eager, model = Model(update=update), Model(update=update)
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    step_of = [FusedOptimizer(m) if update == "step" else torch.optim.SGD(m.embeddings.parameters(), 0.1) for m in (eager, model)]
+    step_of = [
+        FusedOptimizer(m) if update == "step" else torch.optim.SGD(m.embeddings.parameters(), 0.1)
+        for m in (eager, model)
+    ]
     for step, bags in enumerate((6, 11, 7)):
         inputs = batch_for(eager.embeddings, bags, step, weighted=False)
         gradient = torch.randn(bags, 8)
@@ -65,9 +68,7 @@ def test_backward_mode_compiles():
 def test_export_of_inference():
     model = Model().eval()
     inputs = batch_for(model.embeddings, 6, 0)
-    sizes = {
-        name: [{0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC}, None] for name in inputs
-    }
+    sizes = {name: [{0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC}, None] for name in inputs}
     with torch.no_grad():
         program = torch.export.export(model, (inputs,), dynamic_shapes=(sizes,))
         for bags in (6, 9):
@@ -85,8 +86,12 @@ def test_opcheck(weighted):
     ids, offsets, weights, bags = assemble(collection._parts(inputs), torch.float32)
     if weights is not None:
         weights.requires_grad_()
-    number, launch = collection._launch(0, (1, 1, 1))
-    tables, starts, size = [t.detach().requires_grad_() for t in collection.tables.values()], group.arena.starts, group.arena.size
+    _number, launch = collection._launch(0, (1, 1, 1))
+    tables, starts, size = (
+        [t.detach().requires_grad_() for t in collection.tables.values()],
+        group.arena.starts,
+        group.arena.size,
+    )
     common = (launch.features, ids, offsets, weights, bags, launch.width, launch.normalised)
     ops = torch.ops.embedfuse
     _, scale = ops.pooled_lookup(tables, starts, size, *common, "drop", 0)

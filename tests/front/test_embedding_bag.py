@@ -186,8 +186,10 @@ def test_one_of_table_and_weights_may_be_frozen(engine, sparse):
 @pytest.mark.parametrize(
     ("table_type", "weights_type"),
     [
-        (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16),
-        (torch.float16, torch.float64), (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float64),
+        (torch.float64, torch.float32),
     ],
 )
 def test_weights_of_another_type_than_the_table(engine, mode, table_type, weights_type):

@@ -113,9 +113,7 @@ def test_options_match_the_cpu(sparse):
     both = []
     for device in ("cpu", "cuda"):
         table = start.clone().to(device).requires_grad_()
-        out = embedding_bag(
-            ids.to(device), table, offsets.to(device), 1.0, 2.0, True, "mean", sparse, padding_idx=4
-        )
+        out = embedding_bag(ids.to(device), table, offsets.to(device), 1.0, 2.0, True, "mean", sparse, padding_idx=4)
         out.sum().backward()
         both.append([x.detach().cpu() for x in (out, table, table.grad.to_dense())])
     torch.testing.assert_close(*both)

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from plain import Plain, batch_for, loss_of, three_features, upstream
 
 import embedfuse
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
-from plain import Plain, batch_for, loss_of, three_features, upstream
 
 PAIRS = {
     "sgd": (embedfuse.SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
@@ -246,7 +246,9 @@ def test_lazy_adam_is_sparse_adam():
         for name, table in plain.tables.items():
             used = [b.ids for k, b in inputs.items() if collection.features[k].table.name == name]
             rows = torch.cat(used).unique()
-            table.grad = torch.sparse_coo_tensor(rows[None], table.grad[rows], table.shape, is_coalesced=True, check_invariants=False)
+            table.grad = torch.sparse_coo_tensor(
+                rows[None], table.grad[rows], table.shape, is_coalesced=True, check_invariants=False
+            )
         optimizer.step()
         theirs.step()
         plain.check(collection, rtol=1e-4, atol=1e-5)
@@ -266,12 +268,16 @@ def test_one_step_for_each_contribution():
     rows, state = run(True)
     assert rows[1] == pytest.approx(-6 / math.sqrt(36.1))
     rows, state = run(False)
-    assert rows == pytest.approx([0, -1 / math.sqrt(1.1) - 2 / math.sqrt(5.1) - 3 / math.sqrt(14.1), -1 / math.sqrt(1.1)])
+    assert rows == pytest.approx(
+        [0, -1 / math.sqrt(1.1) - 2 / math.sqrt(5.1) - 3 / math.sqrt(14.1), -1 / math.sqrt(1.1)]
+    )
     assert state["accumulators"][1].item() == pytest.approx(14.1)
 
 
 def test_per_table_optimizers_and_groups():
-    collection = three_features(items=embedfuse.Adagrad(0.1), cities=embedfuse.FTRL(0.2, l1_regularization_strength=0.1))
+    collection = three_features(
+        items=embedfuse.Adagrad(0.1), cities=embedfuse.FTRL(0.2, l1_regularization_strength=0.1)
+    )
     optimizer = FusedOptimizer(collection)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     assert set(optimizer.state_dict()["state"]["cities"]) == {"accumulators", "linears", "step"}

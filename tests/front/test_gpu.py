@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from plain import batch_for, loss_of, random_bags, three_features, upstream
 
 import embedfuse
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
-from plain import batch_for, loss_of, random_bags, three_features, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -97,13 +97,19 @@ def test_500_tables_cost_about_as_many_launches_as_5():
 
 
 def test_cuda_graph_of_a_whole_step():
-    eager, captured = (three_features(items=embedfuse.Adam(0.01, bias_correction=True), device="cuda") for _ in range(2))
+    eager, captured = (
+        three_features(items=embedfuse.Adam(0.01, bias_correction=True), device="cuda") for _ in range(2)
+    )
     captured.load_state_dict(eager.state_dict())
     optimizers = [FusedOptimizer(eager), FusedOptimizer(captured)]
+
     # a graph needs inputs of one shape: one id a bag
     def ids(seed):
         generator = torch.Generator().manual_seed(seed)
-        return {n: torch.randint(0, c.table.vocabulary_size, (16,), generator=generator).cuda() for n, c in eager.features.items()}
+        return {
+            n: torch.randint(0, c.table.vocabulary_size, (16,), generator=generator).cuda()
+            for n, c in eager.features.items()
+        }
 
     static = ids(0)
 
@@ -184,7 +190,9 @@ def test_a_million_copies_with_random_gradients_repeat_bit_for_bit():
         optimizer = FusedOptimizer(collection, default=embedfuse.Adagrad(0.1))
         collection(torch.zeros(1_000_000, dtype=torch.int64, device="cuda")).backward(gradient)
         optimizer.step()
-        results.append((collection.tables["table_0"].detach(), optimizer.state_dict()["state"]["table_0"]["accumulators"]))
+        results.append(
+            (collection.tables["table_0"].detach(), optimizer.state_dict()["state"]["table_0"]["accumulators"])
+        )
     for table, state in results[1:]:
         assert torch.equal(table, results[0][0]) and torch.equal(state, results[0][1])
 

@@ -14,9 +14,7 @@ ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
 def updated(dtype, rate, seed=0, rows=2000, dim=500, steps=1, device="cpu", rule=None):
     """A table of ones after steps of +rate."""
-    table = embedfuse.TableConfig(
-        rows, dim, initializer=1.0, combiner="sum", dtype=dtype, stochastic_rounding=True
-    )
+    table = embedfuse.TableConfig(rows, dim, initializer=1.0, combiner="sum", dtype=dtype, stochastic_rounding=True)
     collection = EmbeddingCollection(embedfuse.FeatureConfig(table), device=device)
     optimizer = FusedOptimizer(collection, default=rule or embedfuse.SGD(rate), seed=seed)
     ids = torch.arange(rows, device=device)
@@ -30,7 +28,9 @@ def updated(dtype, rate, seed=0, rows=2000, dim=500, steps=1, device="cpu", rule
     ("backend", "device"),
     [("cpu", "cpu"), ("eager", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize(("dtype", "rate", "spacing"), [("float16", 2.0**-13, 2.0**-10), ("bfloat16", 2.0**-10, 2.0**-7)])
+@pytest.mark.parametrize(
+    ("dtype", "rate", "spacing"), [("float16", 2.0**-13, 2.0**-10), ("bfloat16", 2.0**-10, 2.0**-7)]
+)
 def test_an_eighth_of_the_elements_goes_up(backend, device, dtype, rate, spacing):
     if device == "cuda" and not ON_GPU:
         pytest.skip("needs a CUDA GPU")

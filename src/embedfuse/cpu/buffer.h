@@ -17,10 +17,12 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { free(data_); }
 
-  // False if there is no memory.
+  // Makes room for `count` elements; what was there is lost, unless there was room already. False if there is no memory.
   bool allocate(int64_t count) {
+    if (count <= room_ && data_ != nullptr) return true;
     free(data_);
     data_ = static_cast<T*>(malloc(static_cast<size_t>(count > 0 ? count : 1) * sizeof(T)));
+    room_ = data_ == nullptr ? 0 : count;
     return data_ != nullptr;
   }
   explicit operator bool() const { return data_ != nullptr; }
@@ -29,11 +31,13 @@ class Buffer {
   T* release() {
     T* data = data_;
     data_ = nullptr;
+    room_ = 0;
     return data;
   }
 
  private:
   T* data_ = nullptr;
+  int64_t room_ = 0;
 };
 
 template <class T>

@@ -111,28 +111,32 @@ template <class T>
 int64_t max_grad(const Batch& batch, const Matrix& grad, int64_t width, const int64_t* winners, void* out,
                  int threads) {
   using A = Accumulation<T>;
-  RowsList tables;
+  TablesAtHand tables;
   GradRows<A> rows;
   // of one type and without gaps, like the winners
-  Buffer<bool> won(batch.id_count);
   const int64_t row_count = batch.records * batch.bags;
+  Buffer<bool> won(batch.id_count);
   if (!list_tables(batch, &tables) || !won || !rows.prepare(grad, DTYPE<A>, row_count, width, threads, width))
     return OUT_OF_MEMORY;
   memset(won.data(), 0, static_cast<size_t>(batch.id_count) * sizeof(bool));
   for (int64_t i = 0; i < row_count * width; ++i)
     if (winners[i] >= 0) won[winners[i]] = true;
 
-  Runs<WinnerEntry<A>> runs;
+  const A* values = static_cast<const A*>(rows.row(0, 0));
   const auto make_entry = [&](const Feature& feature, int64_t, int64_t row, int64_t position, A weight,
                               WinnerEntry<A>* entry) {
     *entry = {row * width + feature.column, position, weight};
     return won[position];
   };
-  if (!build_runs<A>(batch, tables, threads, make_entry, &runs)) return OUT_OF_MEMORY;
-  const A* values = static_cast<const A*>(rows.row(0, 0));
-  const auto make_sum = [=](int64_t dim) { return WinnerSum<A>(values, winners, dim); };
-  RowSums<A, decltype(make_sum)> sums(runs, tables, make_sum);
-  return sums.prepare(threads) && write_row_sums<T>(sums, static_cast<T*>(out), threads) ? DONE : OUT_OF_MEMORY;
+  using Memory = SumsMemory<A, WinnerEntry<A>>;
+  const bool enough = for_each_table<Memory>(
+      batch, tables, threads, [&](Memory& memory, int64_t place, const SpansOfTable& spans, int own_threads) {
+        const TableRows& table = tables[place];
+        if (!memory.runs.template build<A>(batch, table, spans, own_threads, make_entry)) return false;
+        RowSums<A, WinnerSum<A>> sums(memory, WinnerSum<A>(values, winners, table.dim), table.dim);
+        return sums.prepare(own_threads) && write_row_sums(sums, table, static_cast<T*>(out), own_threads);
+      });
+  return enough ? DONE : OUT_OF_MEMORY;
 }
 
 }  // namespace

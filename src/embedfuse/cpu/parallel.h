@@ -60,6 +60,14 @@ void parallel_tasks(int64_t count, int threads, const Body& body) {
   });
 }
 
+// Runs `body(first, last, thread)` for ranges that make up 0 .. count, all but the last `at_once` long.
+template <class Body>
+void parallel_ranges(int64_t count, int64_t at_once, int threads, const Body& body) {
+  parallel_tasks(ceil_div(count, at_once), threads, [&](int64_t task, int thread) {
+    body(task * at_once, smaller(count, (task + 1) * at_once), thread);
+  });
+}
+
 // Lowers a number that several threads lower.
 inline void atomic_min(int64_t* target, int64_t value) {
   int64_t seen = __atomic_load_n(target, __ATOMIC_RELAXED);

@@ -6,83 +6,86 @@
 namespace embedfuse {
 namespace {
 
-// Calls `take(sum, range, u)` with the summed gradient of every run.
-template <class A, class MakeSum, class Take>
-bool for_each_row_sum(const RowSums<A, MakeSum>& sums, int threads, const Take& take) {
-  return for_each_run_range(sums, 1, threads, [&](const RunRange& range, A* scratch, int64_t) {
-    const auto sum = sums.sum_of(range.rows);
-    for (int64_t u = range.first; u < range.last; ++u) {
-      sums(sum, range.rows.dim, u, scratch);
-      take(static_cast<const A*>(scratch), range, u);
-    }
+// Writes each row's sum to its place in `out`, which is laid out like the tables. False if there is no memory.
+template <class T, class Sum>
+bool write_row_sums(const RowSums<Accumulation<T>, Sum>& sums, const TableRows& table, T* out, int threads) {
+  return sums.for_each_row(threads, [&](const Accumulation<T>* sum, int64_t u) {
+    narrow_row(sum, table.dim, out + table.offset + sums.row(u) * table.dim);
   });
 }
 
-// Writes each row's sum to its place in `out`, which is laid out like the tables.
-template <class T, class MakeSum>
-bool write_row_sums(const RowSums<Accumulation<T>, MakeSum>& sums, T* out, int threads) {
-  return for_each_row_sum(sums, threads, [&](const Accumulation<T>* sum, const RunRange& range, int64_t u) {
-    const Rows& rows = range.rows;
-    narrow_row(sum, rows.dim, out + rows.offset + (sums.runs().keys[u] - rows.first_key) * rows.dim);
-  });
-}
-
-inline bool list_tables(const Batch& batch, RowsList* list) {
+// The tables that the features read. False if there is no memory.
+inline bool list_tables(const Batch& batch, TablesAtHand* list) {
   if (!list->allocate(batch.feature_count)) return false;
   for (int64_t f = 0; f < batch.feature_count; ++f) {
     const Feature& feature = batch.features[f];
-    list->add({feature.row_base, feature.row_base + feature.rows, feature.dim, feature.offset, feature.table});
+    list->add({feature.row_base, feature.rows, feature.dim, feature.offset, feature.table});
   }
   return true;
 }
 
 template <class T>
 int64_t row_grad(const Batch& batch, const Upstream& upstream, void* out, int threads) {
-  RowsList tables;
+  using A = Accumulation<T>;
+  TablesAtHand tables;
   if (!list_tables(batch, &tables)) return OUT_OF_MEMORY;
-  return with_row_sums<T>(batch, upstream, tables, threads, [&](const LinearRowSums<Accumulation<T>>& sums) {
-    return write_row_sums(sums, static_cast<T*>(out), threads);
-  });
+  const bool enough = for_each_table_sums<A>(
+      batch, upstream, tables, DTYPE<T>, &LinearSum<A>::template of<T>, threads,
+      [&](const RowSums<A, LinearSum<A>>& sums, int64_t place, int own_threads) {
+        return write_row_sums(sums, tables[place], static_cast<T*>(out), own_threads);
+      });
+  return enough ? DONE : OUT_OF_MEMORY;
 }
 
 template <class T>
 int64_t row_square_sum(const Batch& batch, const Upstream& upstream, const Learner& learner, double* result,
                        int threads) {
   using A = Accumulation<T>;
-  RowsList tables;
+  TablesAtHand tables;
   if (!list_tables(learner, [&](int64_t table) { return learner.tables[table].rule >= 0; }, &tables))
     return OUT_OF_MEMORY;
-  return with_row_sums<T>(batch, upstream, tables, threads, [&](const LinearRowSums<A>& sums) {
-    // one number a run, added up in order, so that the threads do not matter
-    Buffer<double> squares(sums.runs().count);
-    if (!squares) return false;
-    const bool done = for_each_row_sum(sums, threads, [&](const A* sum, const RunRange& range, int64_t u) {
-      squares[u] = square_sum(sum, range.rows.dim);
-    });
-    *result = 0;
-    for (int64_t u = 0; u < sums.runs().count; ++u) *result += squares[u];
-    return done;
-  });
+  // one number a run, then one a table, added up in order: so that the threads do not matter
+  Buffer<double> of_table(tables.count());
+  if (!of_table) return OUT_OF_MEMORY;
+  for (int64_t t = 0; t < tables.count(); ++t) of_table[t] = 0;
+  const bool enough = for_each_table_sums<A>(
+      batch, upstream, tables, DTYPE<T>, &LinearSum<A>::template of<T>, threads,
+      [&](const RowSums<A, LinearSum<A>>& sums, int64_t place, int own_threads) {
+        Buffer<double> squares(sums.count());
+        const bool done = squares && sums.for_each_row(own_threads, [&](const A* sum, int64_t u) {
+          squares[u] = square_sum(sum, tables[place].dim);
+        });
+        for (int64_t u = 0; done && u < sums.count(); ++u) of_table[place] += squares[u];
+        return done;
+      });
+  *result = 0;
+  for (int64_t t = 0; t < tables.count(); ++t) *result += of_table[t];
+  return enough ? DONE : OUT_OF_MEMORY;
 }
 
 template <class T>
 int64_t collect_rows(const Batch& batch, const Upstream& upstream, const Learner& learner, int64_t table,
                      Collected* collected, int threads) {
   using A = Accumulation<T>;
-  RowsList tables;
+  TablesAtHand tables;
   if (!list_tables(learner, [&](int64_t number) { return number == table; }, &tables)) return OUT_OF_MEMORY;
-  return with_row_sums<T>(batch, upstream, tables, threads, [&](const LinearRowSums<A>& sums) {
-    const int64_t count = sums.runs().count, dim = learner.tables[table].dim;
-    Buffer<int64_t> rows(count);
-    Buffer<A> all(count * dim);
-    if (!rows || !all) return false;
-    const bool done = for_each_row_sum(sums, threads, [&](const A* sum, const RunRange& range, int64_t u) {
-      rows[u] = sums.runs().keys[u] - range.rows.first_key;
-      memcpy(all.data() + u * dim, sum, static_cast<size_t>(dim) * sizeof(A));
-    });
-    if (done) *collected = {count, rows.release(), all.release()};
-    return done;
-  });
+  const int64_t dim = learner.tables[table].dim;
+  Buffer<int64_t> rows(0);
+  Buffer<A> all(0);
+  const bool enough = for_each_table_sums<A>(
+      batch, upstream, tables, DTYPE<T>, &LinearSum<A>::template of<T>, threads,
+      [&](const RowSums<A, LinearSum<A>>& sums, int64_t, int own_threads) {
+        collected->count = sums.count();
+        if (!rows.allocate(sums.count()) || !all.allocate(sums.count() * dim)) return false;
+        return sums.for_each_row(own_threads, [&](const A* sum, int64_t u) {
+          rows[u] = sums.row(u);
+          memcpy(all.data() + u * dim, sum, static_cast<size_t>(dim) * sizeof(A));
+        });
+      });
+  if (!enough || !rows || !all) return OUT_OF_MEMORY;
+  collected->rows = rows.release();
+  collected->sums = all.release();
+  return DONE;
 }
 
 }  // namespace

@@ -1,60 +1,11 @@
-// From a batch to runs: for each table row in it, all that the row receives, in the order of the batch.
+// From a batch to runs: for each row of one table, all that the row receives, in the order of the batch.
 #pragma once
 
-#include "batch.h"
-#include "gather_sum.h"
 #include "radix_sort.h"
+#include "tables_at_hand.h"
 
 namespace embedfuse {
 namespace {
-
-// The rows of one table, and where it lies.
-struct Rows {
-  int64_t first_key, last_key;  // keys are ROW_BASE + id
-  int64_t dim, offset;
-  int64_t table;  // in Group.tables
-};
-
-// The tables at hand, ascending by key. Few, so a plain array.
-class RowsList {
- public:
-  bool allocate(int64_t most) { return rows_.allocate(most); }
-
-  // Keeps the order; a table that is there already is not added again.
-  void add(const Rows& rows) {
-    int64_t place = count_;
-    for (; place > 0 && rows_[place - 1].first_key >= rows.first_key; --place) {
-      if (rows_[place - 1].first_key == rows.first_key) return;
-    }
-    for (int64_t i = count_; i > place; --i) rows_[i] = rows_[i - 1];
-    rows_[place] = rows;
-    ++count_;
-  }
-  int64_t count() const { return count_; }
-  const Rows& operator[](int64_t i) const { return rows_[i]; }
-  int64_t first_key() const { return count_ == 0 ? 0 : rows_[0].first_key; }
-  int64_t last_key() const { return count_ == 0 ? 0 : rows_[count_ - 1].last_key; }
-
-  // The table that a key lies in.
-  int64_t find(int64_t key) const {
-    int64_t low = 0, high = count_;
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (rows_[middle].first_key <= key ? low : high) = middle;
-    }
-    return low;
-  }
-  int64_t largest_dim() const {
-    int64_t dim = 1;
-    for (int64_t i = 0; i < count_; ++i) dim = larger(dim, rows_[i].dim);
-    return dim;
-  }
-  bool has(int64_t first_key) const { return count_ != 0 && rows_[find(first_key)].first_key == first_key; }
-
- private:
-  Buffer<Rows> rows_;
-  int64_t count_ = 0;
-};
 
 // A row of the upstream gradient, as one id receives it.
 template <class A>
@@ -63,155 +14,106 @@ struct Entry {
   A coefficient;
 };
 
-// Runs of equal keys: run `u` is `entries[starts[u]] .. entries[starts[u + 1]]` and belongs to row `keys[u]`.
+// Runs of equal ids: run `u` is `entries[starts[u]] .. entries[starts[u + 1]]` and belongs to row `rows[u]` of the table.
 template <class E>
-struct Runs {
+class Runs {
+ public:
   Buffer<E> entries;
-  Buffer<int64_t> starts, keys;
+  Buffer<int64_t> starts, rows;
   int64_t count = 0;
 
   int64_t entry_count() const { return count == 0 ? 0 : starts[count]; }
-};
 
-// Spans whose table is at hand, packed one behind the other.
-struct PackedSpans {
-  Buffer<int64_t> number, first;  // span, and the place of its first id
-  int64_t count = 0, ids = 0;
-
-  bool pack(const Batch& batch, const RowsList& tables) {
-    const int64_t spans = batch.records * batch.feature_count;
-    if (!number.allocate(spans) || !first.allocate(spans)) return false;
-    for (int64_t s = 0; s < spans; ++s) {
-      const Span span = span_of(batch, s);
-      if (!tables.has(span.feature->row_base)) continue;
-      number[count] = s;
-      first[count++] = ids;
-      ids += batch.offsets[span.first_bag + batch.bags] - batch.offsets[span.first_bag];
-    }
-    return true;
-  }
-};
-
-template <class Item, class E>
-class RunsBuilder {
- public:
-  RunsBuilder(const Batch& batch, const RowsList& tables, const PackedSpans& spans, int threads)
-      : batch_(batch), tables_(tables), spans_(spans), threads_(threads) {}
-
-  // `make(feature, bag, row, position, entry)` fills in the entry of one id, or returns false to leave it out.
+  // Sorts the ids of one table. `make(feature, bag, row, position, weight, entry)` fills in the entry of one id, or
+  // returns false to leave it out. False if there is no memory.
   template <class A, class Make>
-  bool build(const Make& make, Runs<E>* runs) {
-    Buffer<Item> items(spans_.ids), spare(spans_.ids);
-    Buffer<E> unsorted(spans_.ids);
-    if (!items || !spare || !unsorted) return false;
-    fill<A>(make, items.data(), unsorted.data());
-    const int64_t absent = absent_;
-    // absent ids carry the key behind the last one and end up behind all others
-    const uint64_t largest = static_cast<uint64_t>(range()) - (absent == 0 ? 1 : 0);
-    const Item* sorted = radix_sort(items.data(), spare.data(), spans_.ids, largest, threads_);
-    if (sorted == nullptr) return false;
-    const int64_t count = spans_.ids - absent;
-    if (!runs->entries.allocate(count)) return false;
-    return find_runs(sorted, unsorted.data(), count, runs);
+  __attribute__((noinline)) bool build(const Batch& batch, const TableRows& table, const SpansOfTable& spans, int threads, const Make& make) {
+    count = 0;
+    const uint64_t limit = UINT32_MAX;
+    const bool narrow = static_cast<uint64_t>(table.rows) < limit && static_cast<uint64_t>(spans.ids) < limit;
+    return narrow ? build<A>(batch, table, spans, threads, make, narrow_items_, narrow_spare_)
+                  : build<A>(batch, table, spans, threads, make, wide_items_, wide_spare_);
   }
 
  private:
-  int64_t range() const { return tables_.last_key() - tables_.first_key(); }
+  template <class A, class Make, class Item>
+  bool build(const Batch& batch, const TableRows& table, const SpansOfTable& spans, int threads, const Make& make,
+             Buffer<Item>& items, Buffer<Item>& spare) {
+    if (!items.allocate(spans.ids) || !spare.allocate(spans.ids) || !unsorted_.allocate(spans.ids)) return false;
+    const int64_t absent = fill<A>(batch, table, spans, threads, make, items.data());
+    // absent ids carry the number behind the last row and end up behind all others
+    const uint64_t largest = static_cast<uint64_t>(table.rows) - (absent == 0 ? 1 : 0);
+    const Item* sorted = radix_sort(items.data(), spare.data(), spans.ids, largest, threads);
+    return sorted != nullptr && find_runs(sorted, spans.ids - absent, threads);
+  }
 
-  template <class A, class Make>
-  void fill(const Make& make, Item* items, E* unsorted) {
-    const int64_t bags_at_once = larger<int64_t>(1, smaller<int64_t>(batch_.bags, 512));
-    const int64_t ranges = ceil_div(batch_.bags, bags_at_once);
-    parallel_tasks(spans_.count * ranges, threads_, [&](int64_t task, int) {
-      const int64_t packed = task / ranges;
-      const Span span = span_of(batch_, spans_.number[packed]);
-      const int64_t shift = spans_.first[packed] - batch_.offsets[span.first_bag];
-      const Ids<A> ids(batch_, *span.feature);
-      const int64_t base = span.feature->row_base - tables_.first_key();
-      const int64_t first = task % ranges * bags_at_once, last = smaller(first + bags_at_once, batch_.bags);
-      int64_t absent = 0;
-      for (int64_t bag = first; bag < last; ++bag) {
-        const int64_t number = span.first_bag + bag;
-        for (int64_t position = batch_.offsets[number]; position < batch_.offsets[number + 1]; ++position) {
-          const int64_t place = position + shift;
-          int64_t key = range();
-          if (ids.counts(position) &&
-              make(*span.feature, number, span.first_row + bag, position, ids.weight(position), unsorted + place)) {
-            key = base + ids.id(position);
-          } else {
-            ++absent;
+  // Returns how many ids are absent.
+  template <class A, class Make, class Item>
+  int64_t fill(const Batch& batch, const TableRows& table, const SpansOfTable& spans, int threads, const Make& make,
+               Item* items) {
+    int64_t all_absent = 0, place = 0;
+    for (int64_t s = 0; s < spans.count; ++s) {
+      const Span span = span_of(batch, spans.spans[s]);
+      const Ids<A> ids(batch, *span.feature);
+      const int64_t* offsets = batch.offsets + span.first_bag;
+      const int64_t shift = place - offsets[0];
+      parallel_ranges(batch.bags, threads == 1 ? larger<int64_t>(batch.bags, 1) : 512, threads,
+                      [&](int64_t first, int64_t last, int) {
+        int64_t absent = 0;
+        for (int64_t bag = first; bag < last; ++bag) {
+          for (int64_t position = offsets[bag]; position < offsets[bag + 1]; ++position) {
+            const int64_t here = position + shift;
+            const bool counts = ids.counts(position) && make(*span.feature, span.first_bag + bag, span.first_row + bag,
+                                                             position, ids.weight(position), unsorted_.data() + here);
+            items[here] = Item::of(here, counts ? ids.id(position) : table.rows);
+            absent += !counts;
           }
-          set(items[place], place, key);
         }
-      }
-      __atomic_fetch_add(&absent_, absent, __ATOMIC_RELAXED);
-    });
+        __atomic_fetch_add(&all_absent, absent, __ATOMIC_RELAXED);
+      });
+      place += ids_of(batch, span);
+    }
+    return all_absent;
   }
 
-  static void set(NarrowItem& item, int64_t place, int64_t key) {
-    item = {static_cast<uint32_t>(place), static_cast<uint32_t>(key)};
-  }
-  static void set(WideItem& item, int64_t place, int64_t key) {
-    item = {static_cast<uint64_t>(place), static_cast<uint64_t>(key)};
-  }
-
-  // Two sweeps, each thread over its share: count the runs that start there, then write them down.
-  bool find_runs(const Item* sorted, const E* unsorted, int64_t count, Runs<E>* runs) {
-    Buffer<int64_t> found(threads_ + 1);
-    if (!found) return false;
-    bool enough = true;
-    parallel(threads_, [&](const Team& team) {
-      const int64_t first = team.first(count), last = team.last(count);
-      const auto starts_at = [=](int64_t i) { return i == 0 || sorted[i].key != sorted[i - 1].key; };
+  // Two sweeps: count the runs that start in each part, then write them down.
+  template <class Item>
+  bool find_runs(const Item* sorted, int64_t ids, int threads) {
+    constexpr int64_t PART = 8192;
+    const int64_t parts = ceil_div(ids, PART);
+    if (!entries.allocate(ids) || !found_.allocate(parts)) return false;
+    const auto starts_at = [=](int64_t i) { return i == 0 || sorted[i].key != sorted[i - 1].key; };
+    parallel_ranges(ids, PART, threads, [&](int64_t first, int64_t last, int) {
       int64_t own = 0;
       for (int64_t i = first; i < last; ++i) {
-        runs->entries[i] = unsorted[sorted[i].position];
+        entries[i] = unsorted_[static_cast<int64_t>(sorted[i].position)];
         own += starts_at(i);
       }
-      found[team.thread] = own;
-      team.wait();
-      if (team.thread == 0) {
-        int64_t sum = 0;
-        for (int thread = 0; thread < team.threads; ++thread) {
-          const int64_t here = found[thread];
-          found[thread] = sum;
-          sum += here;
-        }
-        runs->count = sum;
-        enough = runs->starts.allocate(sum + 1) && runs->keys.allocate(sum);
-        if (enough) runs->starts[sum] = count;
-      }
-      team.wait();
-      if (!enough) return;
-      int64_t next = found[team.thread];
+      found_[first / PART] = own;
+    });
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t here = found_[part];
+      found_[part] = count;
+      count += here;
+    }
+    if (!starts.allocate(count + 1) || !rows.allocate(count)) return false;
+    starts[count] = ids;
+    parallel_ranges(ids, PART, threads, [&](int64_t first, int64_t last, int) {
+      int64_t next = found_[first / PART];
       for (int64_t i = first; i < last; ++i) {
         if (!starts_at(i)) continue;
-        runs->starts[next] = i;
-        runs->keys[next++] = static_cast<int64_t>(sorted[i].key) + tables_.first_key();
+        starts[next] = i;
+        rows[next++] = static_cast<int64_t>(sorted[i].key);
       }
     });
-    return enough;
+    return true;
   }
 
-  const Batch& batch_;
-  const RowsList& tables_;
-  const PackedSpans& spans_;
-  int threads_;
-  int64_t absent_ = 0;
+  Buffer<NarrowItem> narrow_items_, narrow_spare_;
+  Buffer<WideItem> wide_items_, wide_spare_;
+  Buffer<E> unsorted_;
+  Buffer<int64_t> found_;
 };
-
-// Sorts the ids of the tables at hand into runs. False if there is no memory.
-template <class A, class E, class Make>
-bool build_runs(const Batch& batch, const RowsList& tables, int threads, const Make& make, Runs<E>* runs) {
-  PackedSpans spans;
-  if (!spans.pack(batch, tables)) return false;
-  threads = threads_for(spans.ids, threads);
-  const uint64_t limit = UINT32_MAX;
-  const bool narrow =
-      static_cast<uint64_t>(tables.last_key() - tables.first_key()) < limit && static_cast<uint64_t>(spans.ids) < limit;
-  if (narrow) return RunsBuilder<NarrowItem, E>(batch, tables, spans, threads).template build<A>(make, runs);
-  return RunsBuilder<WideItem, E>(batch, tables, spans, threads).template build<A>(make, runs);
-}
 
 }  // namespace
 }  // namespace embedfuse

@@ -27,6 +27,7 @@ class UpdateConfig:
     block: int
     parts: int
     segments: int
+    tail: int
     warps: int
     join: int
     join_warps: int
@@ -65,13 +66,13 @@ def coefficient_config(widest: int, mean_length: float) -> LookupConfig:
 def update_config(widest: int) -> UpdateConfig:
     """Tiles of `runs.py` and `row_update.py`; whole rows are in one program, since a rule may need its row's mean."""
     block_d = max(power_of_two(widest), 4)
-    # 256 elements a warp: registers for the row, its slots and four gradients
-    segments = min(max(512 // block_d, 1), 32)
-    warps = min(max(segments * block_d // 256, 1), 32)
+    # a row to a warp: few registers, so that many programs are under way
+    segments = min(max(128 // block_d, 1), 32)
+    warps = min(max(block_d // 256, 1), 32)
     # few programs join cut runs, so each takes many pieces at once
     join = min(max(8192 // block_d, 1), 64)
     join_warps = min(max(join * block_d // 2048, warps), 32)
     return UpdateConfig(
-        chunk=32, block=1024, parts=min(1024 // segments, 64), segments=segments, warps=warps, join=join, join_warps=join_warps, fold=64,
-        edges=16, block_d=block_d,
+        chunk=32, block=1024, parts=64, segments=segments, tail=8, warps=warps, join=join, join_warps=join_warps,
+        fold=64, edges=16, block_d=block_d,
     )  # fmt: skip

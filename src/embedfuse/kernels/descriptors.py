@@ -87,17 +87,23 @@ def table_slot1(p_tables, table):
 
 
 @triton.jit
+def within(ids, rows):
+    """0 <= ids < rows, in one comparison: negative numbers are the largest unsigned ones."""
+    return ids.to(tl.uint64, bitcast=True) < rows.to(tl.uint64, bitcast=True)
+
+
+@triton.jit
 def id_counts(ids, weights, rows, flags, inside):
     """Which ids count: those `inside` the batch and their table, of positive weight where the feature asks for it."""
     dropped = ((flags & 2) != 0) & (weights <= 0)
-    return inside & (ids >= 0) & (ids < rows) & (dropped == 0)
+    return inside & within(ids, rows) & (dropped == 0)
 
 
 @triton.jit
 def id_is_bad(ids, rows, flags, inside):
     """Which ids are out of range: outside their table, except negative ones where the feature drops those."""
     forgiven = ((flags & 1) != 0) & (ids < 0)
-    return inside & ((ids < 0) | (ids >= rows)) & (forgiven == 0)
+    return inside & (within(ids, rows) == 0) & (forgiven == 0)
 
 
 @triton.jit

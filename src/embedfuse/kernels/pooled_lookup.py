@@ -83,7 +83,8 @@ def pooled_long_kernel(
         tl.store(p_scale + bag, scale, mask=block == 0)
     row_of = bag - feature * bags
     o_out = tl.multiple_of(row_of * width + feature_column(p_features, feature), OUT_ALIGN)
-    tl.store(p_out + o_out + column, result.to(p_out.dtype.element_ty), mask=m_column)
+    # frequent rows stay in the cache, results need not
+    tl.store(p_out + o_out + column, result.to(p_out.dtype.element_ty), mask=m_column, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
@@ -147,5 +148,5 @@ def pooled_short_kernel(
     o_out = tl.multiple_of(o_out[:, None], [OUT_ALIGN, OUT_ALIGN])
     tl.store(
         p_out + o_out + column[None, :], acc.to(p_out.dtype.element_ty),
-        mask=m_bag[:, None] & m_column[None, :],
+        mask=m_bag[:, None] & m_column[None, :], eviction_policy="evict_first",
     )  # fmt: skip

@@ -20,7 +20,6 @@ tile, so a rule may reduce over axis 1. SLOT0 and SLOT1 are 0 for no slot, 1 per
 
 from .._triton import tl, triton
 from .descriptors import table_dim, table_offset, table_row_base, table_rule, table_slot0, table_slot1
-from .runs import reach_back, reach_on
 
 SIZES = ["number", "windows", "absent", "stride", "rule_number"]
 UNALIGNED = [
@@ -31,20 +30,33 @@ UNALIGNED = [
 
 @triton.jit
 def load_slot(p_slots, o_slot, row, dim, column, live, mask, KIND: tl.constexpr, ALIGN: tl.constexpr):
-    """One slot of a tile: `[R, BLOCK_D]` per element, `[R, 1]` per row, zeros if there is none; 1 in padding."""
+    """One slot of a tile, `[R, BLOCK_D]`; a slot per row once in each column. `[R]` zeros if there is none.
+
+    Triton 3.6 fails to lay out loops that carry the slots per row of the next tile as `[R]` or `[R, 1]`.
+    """
     if KIND == 1:
         o_row = tl.multiple_of((o_slot + row * dim)[:, None], [ALIGN, ALIGN])
         slot = tl.load(p_slots + o_row + column[None, :], mask=mask, other=1.0)
     elif KIND == 2:
-        slot = tl.load(p_slots + o_slot + row[:, None], mask=live[:, None], other=1.0)
+        slot = tl.load(p_slots + o_slot + row[:, None] + column[None, :] * 0, mask=mask, other=float("-inf"))
     else:
-        slot = tl.zeros_like(row)[:, None].to(tl.float32)
+        slot = tl.zeros_like(row).to(tl.float32)
+    return slot
+
+
+@triton.jit
+def as_rule_takes(slot, live, KIND: tl.constexpr):
+    """`[R, 1]` from what `load_slot` returns, unless the slot is per element; 1 where no row is."""
+    if KIND == 2:
+        slot = tl.where(live[:, None], tl.max(slot, axis=1, keep_dims=True), 1.0)
+    elif KIND == 0:
+        slot = slot[:, None]
     return slot
 
 
 @triton.jit
 def store_slot(p_slots, o_slot, row, dim, column, live, mask, slot, KIND: tl.constexpr, ALIGN: tl.constexpr):
-    """Writes what `load_slot` reads."""
+    """Writes what `load_slot` reads, as rules return it: `[R, 1]` per row."""
     if KIND == 1:
         o_row = tl.multiple_of((o_slot + row * dim)[:, None], [ALIGN, ALIGN])
         tl.store(p_slots + o_row + column[None, :], slot.to(tl.float32), mask=mask)
@@ -71,6 +83,8 @@ def step_rows(
     RULE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One step of rows whose gradient is complete."""
+    s0 = as_rule_takes(s0, live, SLOT0)
+    s1 = as_rule_takes(s1, live, SLOT1)
     p_own = p_hyper + table * 16
     low = tl.load(p_own + 1).to(tl.float32)
     high = tl.load(p_own + 2).to(tl.float32)
@@ -99,15 +113,18 @@ def store_sums(
 
 
 @triton.jit
-def load_segments(p_starts, p_tags, p_rows, p_first_sources, at, mask):
-    """What `runs.py` wrote of segments: start, end, the tag, the next one's tag, row, where the first gradient starts."""
+def load_segments(p_starts, p_tags, p_rows, p_first_sources, first, cursor, stop, lane):
+    """What `runs.py` wrote of segments: tag of the first, start, end, tag, the next one's, row, first gradient row."""
+    at = first + cursor + lane
+    mask = cursor + lane < stop
+    tag_of_first = tl.load(p_tags + first + cursor, mask=cursor < stop, other=0)
     start = tl.load(p_starts + at, mask=mask, other=0)
     end = tl.load(p_starts + at + 1, mask=mask, other=0)
     tag = tl.load(p_tags + at, mask=mask, other=0)
     next_tag = tl.load(p_tags + at + 1, mask=mask, other=0)
     row = tl.load(p_rows + at, mask=mask, other=0)
     source = tl.load(p_first_sources + at, mask=mask, other=0)
-    return start, end, tag, next_tag, row, source
+    return tag_of_first, start, end, tag, next_tag, row, source
 
 
 @triton.jit
@@ -127,6 +144,44 @@ def load_gradients(
     return value
 
 
+@triton.jit
+def load_tile(
+    p_table, p_slots, p_tables, p_grad, p_winners, p_order, p_coefficients, cursor, stop, tag_of_first, start, tag,
+    next_tag, row, source, lane, column, column_64, grad_column, rule_number,
+    MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
+    HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr, ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
+    GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Asks for rows, slots and first gradients of the segments from `cursor` on that are of one table.
+
+    Returns the table, which lanes hold segments, which of these are whole runs, where the next tile starts, and what
+    was asked for.
+    """
+    table = tl.where(cursor < stop, tag_of_first // 2, 0)
+    # sorted keys: those of the first one's table come first, the rest have their turn in the next tile
+    here = (cursor + lane < stop) & (tag // 2 == table)
+    after = cursor + tl.sum(here.to(tl.int32), axis=0)
+    if SEVERAL_RULES:
+        # the rows of other rules are passed by
+        here = here & (lane < tl.where(table_rule(p_tables, table) == rule_number, SEGMENTS, 0))
+    whole = here & (tag % 2 == 1) & (next_tag % 2 == 1)
+    dim = table_dim(p_tables, table)
+    m_column = column // DIM_ALIGN * DIM_ALIGN < dim
+    w = tl.zeros([SEGMENTS], tl.float32)
+    s0 = w
+    s1 = w
+    if MODE == 0:
+        w, s0, s1 = load_rows(
+            p_table, p_slots, p_tables, table, row.to(tl.int64), dim, column, whole, whole[:, None] & m_column[None, :],
+            SLOT0, SLOT1, ALIGN, SLOT_ALIGN,
+        )  # fmt: skip
+    g = load_gradients(
+        p_grad, p_winners, p_order, p_coefficients, start, source, here, column_64, m_column, grad_column,
+        HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+    )  # fmt: skip
+    return table, here, whole, after, w, s0, s1, g
+
+
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def segments_kernel(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_sources,
@@ -134,100 +189,81 @@ def segments_kernel(
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table.
 
-    Most runs are of one id, so the first gradient rows are read beside the rows, and what follows four at a time.
+    Most runs are of one id, so first gradients are read beside rows and slots, and those of the next tile while this
+    one is worked on. What follows the first is read `TAIL` gradients at a time where a tile is one segment.
     """
     block = tl.program_id(0).to(tl.int64) // PARTS
     part = tl.program_id(0) % PARTS
     count = tl.load(p_counts + block)
     if HAS_SKIP:
         count = tl.where(tl.load(p_skip) != 0, 0, count)
-    if PARTS * SEGMENTS >= BLOCK:
-        # nothing waits for `count` then
-        share = SEGMENTS
-    else:
-        share = (count + PARTS * SEGMENTS - 1) // (PARTS * SEGMENTS) * SEGMENTS
+    share = (count + PARTS * SEGMENTS - 1) // (PARTS * SEGMENTS) * SEGMENTS
     cursor = part * share
     stop = tl.minimum(cursor + share, count)
     first = block * (BLOCK + 1)
     lane = tl.arange(0, SEGMENTS)
+    ahead = tl.arange(0, TAIL)
     column = tl.arange(0, BLOCK_D)
     # a gradient may be transposed, with wide steps from column to column
     column_64 = column.to(tl.int64)
-    # within the arrays even where there is no such segment
-    here = cursor + lane < BLOCK
-    tag_of_first = tl.load(p_tags + first + cursor, mask=cursor < BLOCK, other=0)
-    start, end, tag, next_tag, row, source = load_segments(
-        p_starts, p_tags, p_rows, p_first_sources, first + cursor + lane, here
+    tag_of_first, start, end, tag, next_tag, row, source = load_segments(
+        p_starts, p_tags, p_rows, p_first_sources, first, cursor, stop, lane
+    )
+    table, here, whole, after, w, s0, s1, g = load_tile(
+        p_table, p_slots, p_tables, p_grad, p_winners, p_order, p_coefficients, cursor, stop, tag_of_first, start, tag,
+        next_tag, row, source, lane, column, column_64, grad_column, rule_number, MODE, SLOT0, SLOT1, SEVERAL_RULES,
+        HAS_COEFFICIENTS, HAS_WINNERS, ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN, SEGMENTS,
+    )  # fmt: skip
+    row = row.to(tl.int64)
+    tag_of_first_1, start_1, end_1, tag_1, next_tag_1, row_1, source_1 = load_segments(
+        p_starts, p_tags, p_rows, p_first_sources, first, after, stop, lane
     )
     while cursor < stop:
-        # sorted keys: those of the first one's table come first, the rest have their turn in the next round
-        table = tag_of_first // 2
-        here = (cursor + lane < stop) & (tag // 2 == table)
-        cursor += tl.sum(here.to(tl.int32), axis=0)
-        tag_of_next = tl.load(p_tags + first + cursor, mask=cursor < stop, other=0)
-        start_1, end_1, tag_1, next_tag_1, row_1, source_1 = load_segments(
-            p_starts, p_tags, p_rows, p_first_sources, first + cursor + lane, cursor + lane < stop
+        table_1, here_1, whole_1, after_1, w_1, s0_1, s1_1, g_1 = load_tile(
+            p_table, p_slots, p_tables, p_grad, p_winners, p_order, p_coefficients, after, stop, tag_of_first_1,
+            start_1, tag_1, next_tag_1, row_1, source_1, lane, column, column_64, grad_column, rule_number, MODE,
+            SLOT0, SLOT1, SEVERAL_RULES, HAS_COEFFICIENTS, HAS_WINNERS, ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN,
+            SEGMENTS,
+        )  # fmt: skip
+        tag_of_first_2, start_2, end_2, tag_2, next_tag_2, row_2, source_2 = load_segments(
+            p_starts, p_tags, p_rows, p_first_sources, first, after_1, stop, lane
         )
-        if SEVERAL_RULES:
-            # the rows of other rules are passed by
-            here = here & (lane < tl.where(table_rule(p_tables, table) == rule_number, SEGMENTS, 0))
-        begins = tag % 2 == 1
-        whole = here & begins & (next_tag % 2 == 1)
-        row = row.to(tl.int64)
         dim = table_dim(p_tables, table)
         m_column = column // DIM_ALIGN * DIM_ALIGN < dim
-        m_whole = whole[:, None] & m_column[None, :]
-        if MODE == 0:
-            w, s0, s1 = load_rows(
-                p_table, p_slots, p_tables, table, row, dim, column, whole, m_whole, SLOT0, SLOT1, ALIGN, SLOT_ALIGN
-            )
-        g = load_gradients(
-            p_grad, p_winners, p_order, p_coefficients, start, source, here, column_64, m_column, grad_column,
-            HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
-        )  # fmt: skip
         longest = tl.max(tl.where(here, end - start, 0), axis=0)
+        only = tl.max(start, axis=0)
         k = longest * 0 + 1
         while k < longest:
-            j0 = start + k
-            j1 = j0 + 1
-            j2 = j0 + 2
-            j3 = j0 + 3
-            m0 = here & (j0 < end)
-            m1 = here & (j1 < end)
-            m2 = here & (j2 < end)
-            m3 = here & (j3 < end)
-            source_a = tl.load(p_sources + j0, mask=m0, other=0)
-            source_b = tl.load(p_sources + j1, mask=m1, other=0)
-            source_c = tl.load(p_sources + j2, mask=m2, other=0)
-            source_d = tl.load(p_sources + j3, mask=m3, other=0)
-            a = load_gradients(
-                p_grad, p_winners, p_order, p_coefficients, j0, source_a, m0, column_64, m_column, grad_column,
+            if SEGMENTS == 1:
+                # numbers, not blocks of one: Triton 3.6 cannot lay those out beside blocks of `TAIL`
+                j = only + k + ahead
+                inside = k + ahead < longest
+            else:
+                j = start + k
+                inside = here & (j < end)
+            next_source = tl.load(p_sources + j, mask=inside, other=0)
+            value = load_gradients(
+                p_grad, p_winners, p_order, p_coefficients, j, next_source, inside, column_64, m_column, grad_column,
                 HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
             )  # fmt: skip
-            b = load_gradients(
-                p_grad, p_winners, p_order, p_coefficients, j1, source_b, m1, column_64, m_column, grad_column,
-                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
-            )  # fmt: skip
-            c = load_gradients(
-                p_grad, p_winners, p_order, p_coefficients, j2, source_c, m2, column_64, m_column, grad_column,
-                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
-            )  # fmt: skip
-            d = load_gradients(
-                p_grad, p_winners, p_order, p_coefficients, j3, source_d, m3, column_64, m_column, grad_column,
-                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
-            )  # fmt: skip
-            g += (a + b) + (c + d)
-            k += 4
-        line = tl.where(begins, end // CHUNK * 2 + 1, start // CHUNK * 2).to(tl.int64)
+            if SEGMENTS == 1:
+                g += tl.sum(value, axis=0)[None, :]
+                k += TAIL
+            else:
+                g += value
+                k += 1
+        line = tl.where(tag % 2 == 1, end // CHUNK * 2 + 1, start // CHUNK * 2).to(tl.int64)
         o_partial = tl.multiple_of((line * stride)[:, None], [4, 4])
         m_partial = (here & (whole == 0))[:, None] & (column // 4 * 4 < stride)[None, :]
         tl.store(p_partials + o_partial + column[None, :], g, mask=m_partial)
         if HAS_GRAD_SCALE:
             g = g * tl.load(p_grad_scale)
+        m_whole = whole[:, None] & m_column[None, :]
         if MODE == 0:
             step_rows(
                 p_table, p_slots, p_tables, p_hyper, p_steps, table, row, dim, column, whole, m_whole, g, w, s0, s1,
@@ -235,15 +271,17 @@ def segments_kernel(
             )  # fmt: skip
         else:
             store_sums(p_table, p_tables, table, row, dim, column, start, whole, m_whole, g, MODE, ALIGN)
-        tag_of_first = tag_of_next
-        start, end, tag, next_tag, row, source = start_1, end_1, tag_1, next_tag_1, row_1, source_1
+        cursor = after
+        table, here, whole, after, w, s0, s1, g = table_1, here_1, whole_1, after_1, w_1, s0_1, s1_1, g_1
+        start, end, tag, row = start_1, end_1, tag_1, row_1.to(tl.int64)
+        tag_of_first_1, start_1, end_1, tag_1 = tag_of_first_2, start_2, end_2, tag_2
+        next_tag_1, row_1, source_1 = next_tag_2, row_2, source_2
 
 
 @triton.jit
 def add_partials(
     p_partials, p_keys, acc, key, number, stride, unit, limit, column,
-    SPAN: tl.constexpr, LAST: tl.constexpr, LINES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    JOIN: tl.constexpr,
+    SPAN: tl.constexpr, LAST: tl.constexpr, LINES: tl.constexpr, CHUNK: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     """Adds partial sums from `unit` on, as long as the run of `key` is cut there; returns the sum and where it ended.
 
@@ -254,7 +292,7 @@ def add_partials(
         at = unit + lane
         position = at * SPAN + LAST
         # what precedes is of the run already
-        position += reach_on(position, CHUNK, BLOCK)
+        position += CHUNK // 2
         mine = (at < limit) & (position < number)
         mine = mine & (tl.load(p_keys + position, mask=mine, other=-1) == key)
         o_line = tl.multiple_of((at * (stride * LINES))[:, None], [4, 4])
@@ -269,24 +307,23 @@ def add_partials(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def fold_kernel(
     p_keys, p_partials, p_folds, number, absent, stride,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr, JOIN: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, FOLD: tl.constexpr, JOIN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: `FOLD` edges. Adds up their pieces if one run is cut at all of them."""
     fold = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     first = fold * (FOLD * CHUNK)
-    last = first + (FOLD - 1) * CHUNK
-    last += reach_on(last, CHUNK, BLOCK)
+    last = first + (FOLD - 1) * CHUNK + CHUNK // 2
     exists = (fold > 0) & (last < number)
     key = tl.load(p_keys + first, mask=exists, other=absent)
-    before = tl.load(p_keys + first - reach_back(first, CHUNK, BLOCK), mask=exists, other=-1)
+    before = tl.load(p_keys + first - CHUNK // 2, mask=exists, other=-1)
     after = tl.load(p_keys + last, mask=exists, other=-1)
     unit = fold * FOLD
     limit = tl.where((key < absent) & (key == before) & (key == after), unit + FOLD, unit)
     mask = column // 4 * 4 < tl.where(limit > unit, stride, 0)
     acc = tl.zeros([JOIN, BLOCK_D], tl.float32)
     acc, unit = add_partials(
-        p_partials, p_keys, acc, key, number, stride, unit, limit, column, CHUNK, 0, 2, CHUNK, BLOCK, JOIN
+        p_partials, p_keys, acc, key, number, stride, unit, limit, column, CHUNK, 0, 2, CHUNK, JOIN
     )
     tl.store(p_folds + tl.multiple_of(fold * stride, 4) + column, tl.sum(acc, axis=0), mask=mask)
 
@@ -297,7 +334,7 @@ def join_kernel(
     p_keys, p_cuts, p_partials, p_folds, number, windows, stride, rule_number,
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
-    DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr, EDGES: tl.constexpr,
+    DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr, FOLD: tl.constexpr, EDGES: tl.constexpr,
     JOIN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: the runs whose first cut is one of `EDGES` edges."""
@@ -332,18 +369,18 @@ def join_kernel(
         # pieces up to the next fold, then whole folds, then the pieces that are left
         bend = (edge + FOLD - 1) // FOLD * FOLD
         acc, unit = add_partials(
-            p_partials, p_keys, acc, key, number, stride, edge, bend, column, CHUNK, 0, 2, CHUNK, BLOCK, JOIN
+            p_partials, p_keys, acc, key, number, stride, edge, bend, column, CHUNK, 0, 2, CHUNK, JOIN
         )
         fold = bend // FOLD
         limit = tl.where(unit == bend, number // (FOLD * CHUNK) + 1, fold)
         acc, fold = add_partials(
             p_folds, p_keys, acc, key, number, stride, fold, limit, column,
-            FOLD * CHUNK, (FOLD - 1) * CHUNK, 1, CHUNK, BLOCK, JOIN,
+            FOLD * CHUNK, (FOLD - 1) * CHUNK, 1, CHUNK, JOIN,
         )  # fmt: skip
         limit = tl.where(unit == bend, fold * FOLD + FOLD, fold * FOLD)
         acc, unit = add_partials(
             p_partials, p_keys, acc, key, number, stride, fold * FOLD, limit, column,
-            CHUNK, 0, 2, CHUNK, BLOCK, JOIN,
+            CHUNK, 0, 2, CHUNK, JOIN,
         )  # fmt: skip
         g = tl.sum(acc, axis=0)[None, :]
         if HAS_GRAD_SCALE:

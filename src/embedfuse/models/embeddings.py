@@ -50,13 +50,24 @@ class Lookup:
 
 
 class FusedEmbeddings(nn.Module):
-    """All lookups in one launch, and all tables updated in one pass."""
+    """All lookups in one launch, and all tables updated in one pass.
 
-    def __init__(self, lookups: Sequence[Lookup], device: torch.device | None = None) -> None:
+    Args:
+        lookups: the tables.
+        device: where they live.
+        update: as of `EmbeddingCollection`; "autograd" leaves the tables to any torch optimizer.
+    """
+
+    def __init__(
+        self,
+        lookups: Sequence[Lookup],
+        device: torch.device | None = None,
+        update: Literal["step", "autograd"] = "step",
+    ) -> None:
         super().__init__()
         self._fields = {lookup.name: lookup.field.name for lookup in lookups}
         self.collection = EmbeddingCollection(
-            {lookup.name: FeatureConfig(lookup.table()) for lookup in lookups}, device=device
+            {lookup.name: FeatureConfig(lookup.table()) for lookup in lookups}, device=device, update=update
         )
 
     def forward(self, inputs: Inputs) -> Tensor:

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ..data.schema import Schema
 from ..optim import SGD, Optimizer
-from .embeddings import Inputs, Lookup, UnfusedEmbeddings
+from .embeddings import FusedEmbeddings, Inputs, Lookup
 
 
 class LogisticRegression(nn.Module):
@@ -12,8 +12,8 @@ class LogisticRegression(nn.Module):
 
     def __init__(self, schema: Schema) -> None:
         super().__init__()
-        # the training gives all weights one dense optimizer: a penalty moves every row in every step
-        self.embeddings = UnfusedEmbeddings(self.lookups(schema, SGD()), gradients="dense")
+        # ordinary gradients, since a penalty moves every weight in every step
+        self.embeddings = FusedEmbeddings(self.lookups(schema, SGD()), update="autograd")
         self.numbers = nn.Linear(len(schema.numeric), 1)
         nn.init.zeros_(self.numbers.weight)
         nn.init.zeros_(self.numbers.bias)

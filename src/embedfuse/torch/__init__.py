@@ -4,14 +4,17 @@ from .backends import backends, use_backend
 from .bags import Bags, SparseIds
 from .checkpoint import load, save
 from .collection import EmbeddingCollection
+from .embedding_bag import EmbeddingBag, embedding_bag
 from .optimizer import FusedOptimizer
 
 __all__ = [
     "Bags",
+    "EmbeddingBag",
     "EmbeddingCollection",
     "FusedOptimizer",
     "SparseIds",
     "backends",
+    "embedding_bag",
     "load",
     "save",
     "use_backend",

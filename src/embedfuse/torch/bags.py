@@ -1,11 +1,13 @@
 """The batch of one feature: B bags of ids, each with any number of them, in compressed (CSR) form."""
 
-import sys
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .compiling import mark_dynamic
 
 ID_TYPES = (torch.int32, torch.int64)
 
@@ -95,7 +97,8 @@ class Bags:
     def from_padded(cls, ids: Tensor, padding_id: int | None = -1, weights: Tensor | None = None) -> "Bags":
         """Bags from a matrix `[B, K]`, one bag a row, whose places holding `padding_id` are empty.
 
-        Equals `Bags.from_lists([[i for i in row if i != padding_id] for row in ids])`. `padding_id=None`: none is empty.
+        Equals `Bags.from_lists([[i for i in row if i != padding_id] for row in ids])`. `padding_id=None`: none is
+        empty.
         """
         check_ids("ids", ids)
         if ids.dim() != 2:
@@ -128,7 +131,9 @@ class Bags:
             if not (weights.is_nested and weights.layout is torch.jagged):
                 raise TypeError("`weights` must be a nested tensor of layout torch.jagged, like `ids`")
             weights = weights.values()
-        return cls(ids.values(), ids.offsets(), weights)
+        # offsets() is a method of nested tensors alone
+        offsets: Tensor = ids.offsets()  # type: ignore[attr-defined]
+        return cls(ids.values(), offsets, weights)
 
     @classmethod
     def from_arrow(cls, column: Any, weights: Any = None) -> "Bags":
@@ -169,7 +174,7 @@ class Bags:
     def to_lists(self) -> list[list[int]]:
         """The ids as nested Python lists."""
         ids, offsets = self.ids.tolist(), self.offsets.tolist()
-        return [ids[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+        return [ids[a:b] for a, b in itertools.pairwise(offsets)]
 
     def to(self, device: Any, non_blocking: bool = False) -> "Bags":
         """The same bags on another device."""
@@ -245,12 +250,8 @@ def _unchecked(ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Bags:
 
 
 def _mark_dynamic(bags: Bags) -> None:
-    """Tells torch.compile, if it is in use, that sizes change from batch to batch: saves it the first recompilation."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and not torch.compiler.is_compiling():
-        for tensor in (bags.ids, bags.offsets, bags.weights):
-            if tensor is not None:
-                dynamo.maybe_mark_dynamic(tensor, 0)
+    if not torch.compiler.is_compiling():
+        mark_dynamic(bags.ids, bags.offsets, bags.weights)
 
 
 def _check_weights(weights: Tensor, ids: Tensor) -> None:
@@ -288,12 +289,12 @@ def _from_list_array(column: Any) -> tuple[Tensor, Tensor]:
         values = column.flatten()
         offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     else:
-        raw = torch.from_dlpack(column.offsets)
+        raw = torch.utils.dlpack.from_dlpack(column.offsets)
         values = column.values.slice(int(raw[0]), int(raw[-1] - raw[0]))
         offsets = raw.to(torch.int64) - int(raw[0])
     if values.null_count:
         raise ValueError(f"`column` must hold no null ids, got {values.null_count}: fill or drop them")
-    return torch.from_dlpack(values), offsets
+    return torch.utils.dlpack.from_dlpack(values), offsets
 
 
 # lets torch.export, vmap and DataLoader workers see the tensors inside

@@ -1,7 +1,7 @@
 """Checkpoints: one folder holding tensors in safetensors and everything else in JSON. Loading runs no code.
 
-`checkpoint.json` names the file of tensors that belongs to it and is replaced in one step, so a run that is killed while
-saving leaves the checkpoint before it whole.
+`checkpoint.json` names the file of tensors that belongs to it and is replaced in one step, so a run that is killed
+while saving leaves the checkpoint before it whole.
 """
 
 import json

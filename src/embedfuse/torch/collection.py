@@ -7,16 +7,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import FeatureConfig, TableConfig
+from ..config import TableConfig
 from ..optim import Optimizer, resolve
 from ..plan import PlannedFeature
 from . import ledger as ledgers
 from . import ops
 from .backends import Policy
+from .functions import Layout, LookupForUpdate, PooledLookup, call, is_transformed, is_watched
 from .initializers import initialize
 from .layout import Launch, Part, assemble, part_of, plan_launch, planned_feature
 from .nest import flatten, leaves, rebuild, replace
-from .sparse_grad import sparse_lookup
+from .sparse_grad import SparseGradLookup
 from .tables import Arena, Tables, named_tables
 
 UPDATES = ("step", "backward", "autograd")
@@ -51,7 +52,8 @@ class EmbeddingCollection(nn.Module):
         update: when rows change. "step": in `FusedOptimizer.step()`, as with any torch optimizer. "backward": during
             `loss.backward()`, for the lowest peak memory. "autograd": never by us; the tables get ordinary gradients.
         device: where the tables live.
-        out_of_range: ids outside a table "raise" an IndexError (on a GPU at a later call, since checking must not wait),
+        out_of_range: ids outside a table "raise" an IndexError (on a GPU at a later call, since checking must not
+        wait),
             "drop" out as if absent, or are ignored, i.e. dropped without being looked for ("ignore").
         grad: in "autograd" mode, "dense" gradients or "sparse" ones (coalesced rows).
 
@@ -60,6 +62,11 @@ class EmbeddingCollection(nn.Module):
         TypeError: features of another kind.
         RuntimeError: a GPU was asked for on a machine without one.
     """
+
+    # derived from the tables, and made anew when they move or are copied
+    _anchor: Tensor
+    _launches: dict[tuple[int, tuple[int, ...]], tuple[int, Launch, ledgers.Slot]]
+    _ledger: ledgers.Ledger
 
     def __init__(
         self,
@@ -107,7 +114,8 @@ class EmbeddingCollection(nn.Module):
         """Looks up a batch.
 
         Args:
-            inputs: the nest of the features; each a `Bags`, `SparseIds`, jagged nested tensor, or a dense integer tensor
+            inputs: the nest of the features; each a `Bags`, `SparseIds`, jagged nested tensor, or a dense integer
+            tensor
                 (one row for each id, never pooled).
 
         Returns:
@@ -121,7 +129,7 @@ class EmbeddingCollection(nn.Module):
         parts = self._parts(inputs)
         outputs: list[Any] = [None] * len(parts)
         for number, group in enumerate(self._groups):
-            launch, out = self._lookup(number, [parts[member] for member in group.members])
+            _launch, out = self._lookup(number, [parts[member] for member in group.members])
             widths = [self._width(member, parts[member]) for member in group.members]
             pieces = [out] if len(widths) == 1 else out.split(widths, 1)
             for member, piece in zip(group.members, pieces, strict=True):
@@ -165,7 +173,8 @@ class EmbeddingCollection(nn.Module):
     def _lookup(self, number: int, parts: Sequence[Part]) -> tuple[Launch, Tensor]:
         group = self._groups[number]
         arena = group.arena
-        if not torch.compiler.is_compiling() and not arena.is_whole():
+        functional = self.update == "autograd" and (is_transformed() or not arena.is_own())
+        if not functional and not torch.compiler.is_compiling() and not arena.is_whole():
             self._link()
         buffer = arena.buffer
         ids, offsets, weights, bags = assemble(parts, ops.accumulation_dtype(buffer.dtype))
@@ -174,34 +183,49 @@ class EmbeddingCollection(nn.Module):
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
             )
         slot_number, launch = self._launch(number, tuple(part.copies for part in parts))
-        common = (launch.features, ids, offsets, weights, bags, launch.width, launch.normalised)
-        learns = torch.is_grad_enabled() and (
-            torch.compiler.is_compiling() or any(table.requires_grad for table in arena.parameters)
-        )
-        if not learns or self.update == "autograd":
-            tables: list[Tensor] = list(arena.parameters) if learns else [buffer]
-            starts = arena.starts if learns else [0]
-            if learns and self.grad == "sparse":
-                out = sparse_lookup(tables, starts, arena.size, *common, self.out_of_range, slot_number)
-            else:
-                out, _ = torch.ops.embedfuse.pooled_lookup(
-                    tables, starts, arena.size, *common, self.out_of_range, slot_number
-                )
-            return launch, out
-        if not torch.compiler.is_compiling():
-            self._check_training()
-        out, _ = torch.ops.embedfuse.lookup_for_update(
-            self._anchor, buffer, *common, self.out_of_range, slot_number, ledgers.call_number(),
-            torch.compiler.is_compiling(),
-        )
+        watched = is_watched(ids, buffer)
+        learns = torch.is_grad_enabled() and (watched or any(table.requires_grad for table in arena.parameters))
+        if not learns and not functional:
+            tables, starts = [buffer], [0]
+        elif self.update == "autograd":
+            tables, starts = list(arena.parameters), arena.starts
+        else:
+            if not watched:
+                self._check_training()
+            return launch, self._lookup_for_update(slot_number, launch, buffer, ids, offsets, weights, bags, watched)
+        layout = Layout(starts, arena.size, bags, launch.width, launch.normalised, self.out_of_range, slot_number)
+        if learns and self.grad == "sparse":
+            out = call(SparseGradLookup, weights, launch.features, ids, offsets, layout, *tables)
+        elif watched:
+            out, _ = torch.ops.embedfuse.pooled_lookup(
+                tables, starts, arena.size, launch.features, ids, offsets, weights, bags, launch.width,
+                launch.normalised, self.out_of_range, slot_number,
+            )  # fmt: skip
+        else:
+            out, _ = call(PooledLookup, weights, launch.features, ids, offsets, layout, *tables)
         return launch, out
+
+    def _lookup_for_update(
+        self, number: int, launch: Launch, buffer: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
+        bags: int, watched: bool,
+    ) -> Tensor:  # fmt: skip
+        if watched:
+            out, _ = torch.ops.embedfuse.lookup_for_update(
+                self._anchor, buffer, launch.features, ids, offsets, weights, bags, launch.width, launch.normalised,
+                self.out_of_range, number, ledgers.call_number(), torch.compiler.is_compiling(),
+            )  # fmt: skip
+        else:
+            layout = Layout((0,), buffer.numel(), bags, launch.width, launch.normalised, self.out_of_range, number)
+            out, _ = call(LookupForUpdate, self._anchor, weights, buffer, launch.features, ids, offsets, layout)
+        result: Tensor = out
+        return result
 
     def _check_training(self) -> None:
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise RuntimeError(
                 f"update={self.update!r} changes the tables of this process only, and {distributed.get_world_size()} "
-                "processes hold copies of them, which would drift apart: use update=\"autograd\" with "
+                'processes hold copies of them, which would drift apart: use update="autograd" with '
                 "DistributedDataParallel and a torch optimizer"
             )
         if self.update == "backward":
@@ -212,7 +236,7 @@ class EmbeddingCollection(nn.Module):
                 )
             if self._ledger.open >= len(self._groups):
                 raise RuntimeError(
-                    'update="backward" cannot be right here: the tables were looked up again before the backward of the '
+                    'update="backward" cannot be right here: the tables were looked up again before backward of the '
                     'last lookup ran, so their rows would be updated twice. Use update="step"; evaluate under '
                     "torch.no_grad(); or call `discard()` if that backward will never run"
                 )
@@ -244,7 +268,9 @@ class EmbeddingCollection(nn.Module):
         known = self._launches.get((number, copies))
         if known is None:
             group = self._groups[number]
-            launch = plan_launch(group.arena.shapes, group.planned, copies, group.arena.buffer.device)
+            # a tensor made in inference mode could never be saved for a backward
+            with torch.inference_mode(False):
+                launch = plan_launch(group.arena.shapes, group.planned, copies, group.arena.buffer.device)
             leaf_names = [self._leaves[member][0] for member in group.members]
             table_names = [self._leaves[member][1].table.name or "" for member in group.members]
             slot = ledgers.Slot(
@@ -253,7 +279,9 @@ class EmbeddingCollection(nn.Module):
                 [name for name, count in zip(table_names, copies, strict=True) for _ in range(count)],
             )  # fmt: skip
             known = (ledgers.register(slot), launch, slot)
-            self._launches[(number, copies)] = known
+            # one made inside of a transform is of no use after it
+            if not is_transformed():
+                self._launches[(number, copies)] = known
         return known[0], known[1]
 
     def _link(self) -> None:
@@ -267,9 +295,7 @@ class EmbeddingCollection(nn.Module):
         previous = self.__dict__.get("_ledger")
         self.__dict__["_ledger"] = ledgers.Ledger(on_backward=previous.on_backward if previous else None)
         for number, group in enumerate(self._groups):
-            copies = tuple(
-                self._leaves[member][1].max_sequence_length or 1 for member in group.members
-            )
+            copies = tuple(self._leaves[member][1].max_sequence_length or 1 for member in group.members)
             self._launch(number, copies)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddingCollection":
@@ -285,7 +311,7 @@ class EmbeddingCollection(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._leaves = leaves(self.features)
         self._groups = self._plan()
         self._link()
@@ -303,7 +329,6 @@ def check_device(device: Any) -> None:
     """Raises RuntimeError if `device` is a GPU and this machine offers none."""
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
-            f"`device` must be one this machine has, got {str(device)!r} and torch finds no CUDA GPU: use device=\"cpu\", "
+            f'`device` must be one this machine has, got {str(device)!r} and torch sees no CUDA GPU: use device="cpu", '
             "or install a CUDA build of torch on a machine with a GPU"
         )
-

@@ -79,9 +79,7 @@ def embedding_bag(
         include_last_offset = True
     watched = is_watched(input, weight, offsets, per_sample_weights)
     readable = not watched and not is_transformed()
-    ids, offsets, weights, shape, absent = read(
-        input, offsets, per_sample_weights, include_last_offset, readable
-    )
+    ids, offsets, weights, shape, absent = read(input, offsets, per_sample_weights, include_last_offset, readable)
     rows, dim = weight.shape
     if max_norm is not None:
         _shorten(weight, ids if absent is None else torch.where(absent, -1, ids), max_norm, norm_type, watched)
@@ -109,9 +107,7 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
     with `embedding_bag` of this package as its forward. `mode` may also be "sqrtn".
     """
 
-    def forward(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Looks up a batch; see `embedding_bag`."""
         return embedding_bag(
             input, self.weight, offsets, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse,
@@ -146,7 +142,7 @@ def _check(
     if mode == "max":
         if scale_grad_by_freq or sparse:
             name = "scale_grad_by_freq" if scale_grad_by_freq else "sparse"
-            raise ValueError(f"`{name}` must be False with mode=\"max\": choose another mode")
+            raise ValueError(f'`{name}` must be False with mode="max": choose another mode')
         if weights is not None:
             raise NotImplementedError(
                 '`per_sample_weights` must be None with mode="max": scale the rows, or choose another mode'

@@ -1,17 +1,19 @@
-"""Lookups in one table as `torch.autograd.Function`s: the ops of `ops.py` and `max_pool.py` for untraced calls.
+"""Lookups as `torch.autograd.Function`s: the ops of `ops.py` and `max_pool.py` for untraced calls.
 
 An op with gradients costs about 140 µs of Python in torch's dispatcher, a Function an eighth of that (torch 2.13, one
 CPU core); and `torch.func` knows Functions but not the gradients of ops. What is computed is the same, by the same
 backends. Like the ops, `PooledLookup`, `RowGrad` and `CoefficientGrad` close under differentiation.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import max_pool
+from . import max_pool, ops
 from .backends import Csr, Policy, select
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -69,96 +71,157 @@ def looped(function: Any) -> Any:
     return function
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the tables of a lookup lie, and what it does; all that is no tensor."""
+
+    starts: Sequence[int]  # element of a flat buffer where each table starts
+    size: int  # of that buffer
+    bags: int
+    width: int
+    normalised: bool
+    policy: Policy
+    owner: int = 0  # see `ledger.py`
+
+
 @looped
 class PooledLookup(torch.autograd.Function):
-    """`(table [V, D], weights [N] or None, …) → out [B, D], scale`; see `Backend.pooled_lookup`."""
+    """`(weights [N] or None, …, *tables) → out [B, width], scale`; see `Backend.pooled_lookup`."""
 
     @staticmethod
     def forward(
-        table: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, normalised: bool,
-        policy: Policy,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        csr = Csr(ids, offsets, weights, offsets.shape[0] - 1)
-        backend = select(table.device, table.dtype)
-        return backend.pooled_lookup(table.contiguous(), features, csr, table.shape[1], normalised, policy)
+        weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, layout: Layout, *tables: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        base = ops.base_of(tables, layout.starts, layout.size)
+        return ops.look_up(
+            base, features, ids, offsets, weights, layout.bags, layout.width, layout.normalised, layout.policy,
+            layout.owner,
+        )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        table, weights, features, ids, offsets, _, _ = inputs
-        ctx.rows = table.shape[0]
+        weights, features, ids, offsets, layout, *tables = inputs
+        ctx.layout, ctx.shapes = layout, [table.shape for table in tables]
         ctx.mark_non_differentiable(output[1])
-        # the table may be written before backward runs (`max_norm`), so it is kept only where its values are needed
-        kept = table if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(kept, weights, features, ids, offsets, output[1])
+        # tables may be written before backward runs, so they are kept only where their values are needed
+        kept = tables if ctx.needs_input_grad[0] else []
+        ctx.save_for_backward(weights, features, ids, offsets, output[1], *kept)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _scale_grad: Any) -> Any:
-        table, weights, features, ids, offsets, scale = ctx.saved_tensors
-        table_grad = weights_grad = None
+        weights, features, ids, offsets, scale, *tables = ctx.saved_tensors
+        weights_grad: Tensor | None = None
+        table_grads: Sequence[Tensor | None] = [None] * len(ctx.shapes)
         if grad is not None and ctx.needs_input_grad[0]:
-            table_grad = row_grad(grad, weights, features, ids, offsets, scale, ctx.rows)
-        if grad is not None and ctx.needs_input_grad[1]:
-            weights_grad = coefficient_grad(table, grad, weights, features, ids, offsets, scale)
-        return table_grad, weights_grad, None, None, None, None, None
+            weights_grad = coefficient_grad(grad, weights, features, ids, offsets, scale, ctx.layout, tables)
+        if grad is not None and any(ctx.needs_input_grad[5:]):
+            flat = row_grad(grad, weights, features, ids, offsets, scale, ctx.layout)
+            table_grads = ops.views_of(flat, ctx.shapes, ctx.layout.starts)
+        return weights_grad, None, None, None, None, *table_grads
 
 
 @looped
 class RowGrad(torch.autograd.Function):
-    """`(grad [B, D], weights, …, scale, rows) → gradient of the table [V, D]`; see `Backend.row_grad`."""
+    """`(grad [B, width], weights, …, scale) → gradient of all tables, flat [size]`; see `Backend.row_grad`."""
 
     @staticmethod
     def forward(
-        grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor, rows: int
-    ) -> Tensor:
-        out = grad.new_zeros((rows, grad.shape[1]))
-        csr = Csr(ids, offsets, weights, offsets.shape[0] - 1)
-        select(grad.device, grad.dtype).row_grad(out.view(-1), features, csr, scale, grad)
+        grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor,
+        layout: Layout,
+    ) -> Tensor:  # fmt: skip
+        out = grad.new_zeros(layout.size)
+        csr = Csr(ids, offsets, weights, layout.bags)
+        select(grad.device, grad.dtype).row_grad(out, features, csr, scale, grad)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.layout = inputs[-1]
         ctx.save_for_backward(*inputs[:-1])
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         grad, weights, features, ids, offsets, scale = ctx.saved_tensors
-        normalised = scale.shape[0] != 0
+        flat = replace(ctx.layout, starts=(0,), policy="drop")
         grad_grad = weights_grad = None
         if ctx.needs_input_grad[0]:
-            grad_grad, _ = call(PooledLookup, upstream, weights, features, ids, offsets, normalised, "drop")
+            grad_grad, _ = call(PooledLookup, weights, features, ids, offsets, flat, upstream)
         if ctx.needs_input_grad[1]:
-            _refuse(normalised)
-            weights_grad = coefficient_grad(upstream, grad, weights, features, ids, offsets, scale)
+            _refuse(scale.shape[0] != 0)
+            weights_grad = coefficient_grad(grad, weights, features, ids, offsets, scale, flat, [upstream])
         return grad_grad, weights_grad, None, None, None, None, None
 
 
 @looped
 class CoefficientGrad(torch.autograd.Function):
-    """`(table [V, D], grad [B, D], weights, …) → gradient of the weights [N]`; see `Backend.coefficient_grad`."""
+    """`(grad [B, width], weights, …, *tables) → gradient of the weights [N]`; see `Backend.coefficient_grad`."""
 
     @staticmethod
     def forward(
-        table: Tensor, grad: Tensor, weights: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor
-    ) -> Tensor:
-        csr = Csr(ids, offsets, weights, offsets.shape[0] - 1)
-        return select(table.device, table.dtype).coefficient_grad(table.contiguous(), features, csr, scale, grad)
+        grad: Tensor, weights: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor, layout: Layout,
+        *tables: Tensor,
+    ) -> Tensor:  # fmt: skip
+        base = ops.base_of(tables, layout.starts, layout.size)
+        csr = Csr(ids, offsets, weights, layout.bags)
+        return select(base.device, base.dtype).coefficient_grad(base, features, csr, scale, grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
+        grad, _, features, ids, offsets, scale, layout, *tables = inputs
+        ctx.layout, ctx.shapes = layout, [table.shape for table in tables]
+        ctx.save_for_backward(grad, features, ids, offsets, scale, *tables)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        table, grad, _, features, ids, offsets, scale = ctx.saved_tensors
+        grad, features, ids, offsets, scale, *tables = ctx.saved_tensors
         _refuse(scale.shape[0] != 0)
         upstream = upstream.contiguous()
-        table_grad = grad_grad = None
+        grad_grad: Tensor | None = None
+        table_grads: Sequence[Tensor | None] = [None] * len(tables)
         if ctx.needs_input_grad[0]:
-            table_grad = row_grad(grad, upstream, features, ids, offsets, scale, table.shape[0])
-        if ctx.needs_input_grad[1]:
-            grad_grad, _ = call(PooledLookup, table, upstream, features, ids, offsets, False, "drop")
-        return table_grad, grad_grad, None, None, None, None, None
+            layout = replace(ctx.layout, normalised=False, policy="drop")
+            grad_grad, _ = call(PooledLookup, upstream, features, ids, offsets, layout, *tables)
+        if any(ctx.needs_input_grad[7:]):
+            flat = row_grad(grad, upstream, features, ids, offsets, scale, ctx.layout)
+            table_grads = ops.views_of(flat, ctx.shapes, ctx.layout.starts)
+        return grad_grad, None, None, None, None, None, None, *table_grads
+
+
+class LookupForUpdate(torch.autograd.Function):
+    """`torch.ops.embedfuse.lookup_for_update`: the tables get no gradient, the ledger a record."""
+
+    @staticmethod
+    def forward(
+        anchor: Tensor, weights: Tensor | None, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor,
+        layout: Layout,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return ops.look_up(
+            table, features, ids, offsets, weights, layout.bags, layout.width, layout.normalised, layout.policy,
+            layout.owner,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        anchor, weights, table, features, ids, offsets, layout = inputs
+        ctx.layout = layout
+        ctx.mark_non_differentiable(output[1])
+        kept = table if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(anchor, weights, kept, features, ids, offsets, output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _scale_grad: Any) -> Any:
+        anchor, weights, table, features, ids, offsets, scale = ctx.saved_tensors
+        if grad is None:
+            return (None,) * 7
+        wanted = ctx.needs_input_grad[1]
+        anchor_grad, weights_grad = ops.finish_backward(
+            anchor, grad, table, features, ids, offsets, weights, scale, ctx.layout.bags, wanted, ctx.layout.owner, 0,
+            False,
+        )  # fmt: skip
+        return anchor_grad, weights_grad if wanted else None, None, None, None, None, None
 
 
 @looped
@@ -191,28 +254,26 @@ def _max_grad(*arguments: Any) -> Any:
 
 
 def row_grad(
-    grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor, rows: int
+    grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor, layout: Layout
 ) -> Tensor:
-    """The gradient of the table, `[V, D]`."""
+    """The gradient of all tables, flat."""
     if not is_watched(grad):
-        made: Tensor = call(RowGrad, grad, weights, features, ids, offsets, scale, rows)
+        made: Tensor = call(RowGrad, grad, weights, features, ids, offsets, scale, layout)
         return made
-    dim, bags = grad.shape[1], offsets.shape[0] - 1
-    flat: Tensor = torch.ops.embedfuse.row_grad(
-        grad, rows * dim, features, ids, offsets, weights, scale, grad, bags
-    )
-    return flat.view(rows, dim)
+    made = torch.ops.embedfuse.row_grad(grad, layout.size, features, ids, offsets, weights, scale, grad, layout.bags)
+    return made
 
 
 def coefficient_grad(
-    table: Tensor, grad: Tensor, weights: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor
-) -> Tensor:
+    grad: Tensor, weights: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor, layout: Layout,
+    tables: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
     """The gradient of the weights, `[N]`."""
     if not is_watched(grad):
-        made: Tensor = call(CoefficientGrad, table, grad, weights, features, ids, offsets, scale)
+        made: Tensor = call(CoefficientGrad, grad, weights, features, ids, offsets, scale, layout, *tables)
         return made
     made = torch.ops.embedfuse.coefficient_grad(
-        [table], [0], table.numel(), features, ids, offsets, weights, scale, grad, offsets.shape[0] - 1
+        list(tables), layout.starts, layout.size, features, ids, offsets, weights, scale, grad, layout.bags
     )
     return made
 

@@ -1,7 +1,8 @@
 """A batch of features → the ids, offsets and weights of one launch.
 
-Every feature is brought to the same form: `copies` blocks of `bags` bags each. A pooled feature is one block; a sequence
-of L places, or a dense tensor `[B, L]`, is L blocks of bags of one, so that it rides in the same launch as the rest.
+Every feature is brought to the same form: `copies` blocks of `bags` bags each. A pooled feature is one block; a
+sequence of L places, or a dense tensor `[B, L]`, is L blocks of bags of one, so that it rides in the same launch as
+the rest.
 """
 
 from collections.abc import Sequence
@@ -159,7 +160,7 @@ def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> tuple[Tensor,
     parts = [part if part.bags == bags or part.copies == 1 else _fill_up(part, bags) for part in parts]
     kinds = {part.ids.dtype for part in parts}
     kind = torch.int64 if len(kinds) > 1 else parts[0].ids.dtype
-    pieces = [part.ids.to(kind) for part in parts]
+    pieces = [part.ids if part.ids.dtype == kind else part.ids.to(kind) for part in parts]
     ids = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
     weights = None
     if any(part.weights is not None for part in parts):

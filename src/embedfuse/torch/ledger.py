@@ -1,7 +1,7 @@
 """What backward leaves behind for the optimizer: the ids, coefficients and upstream gradient of each lookup.
 
-These tensors exist anyway, so keeping them costs no pass over memory. The compiled graph of a model only knows the number
-of a ledger; the ledger itself lives here.
+These tensors exist anyway, so keeping them costs no pass over memory. The compiled graph of a model only knows the
+number of a ledger; the ledger itself lives here.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..plan import ROWS
 from .backends import Csr
+from .compiling import constant_in_graphs
 from .layout import Launch
 
 
@@ -102,7 +103,7 @@ def find(number: int) -> Slot | None:
     return _slots.get(number)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def call_number() -> int:
     """A number no other call has.
 

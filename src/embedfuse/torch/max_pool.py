@@ -27,7 +27,7 @@ def max_lookup(
 ) -> tuple[Tensor, Tensor]:
     """The body of the op: `out[b] = table[ids of bag b].amax(0)`, and the positions in `ids` that won, -1 for none."""
     csr = Csr(ids, offsets, None, bags)
-    backend: Any = select(table.device, table.dtype)
+    backend = select(table.device, table.dtype)
     out, winners = backend.max_lookup(table.detach().contiguous(), features, csr, width, policy)
     return out, winners
 
@@ -37,7 +37,7 @@ def max_grad(
 ) -> Tensor:
     """The body of the op: the gradient of the table, flat."""
     out = like.new_zeros(size)
-    backend: Any = select(like.device, like.dtype)
+    backend = select(like.device, like.dtype)
     backend.max_grad(out, features, Csr(ids, offsets, None, bags), winners, grad)
     return out
 
@@ -76,9 +76,7 @@ def max_lookup_backward(ctx: Any, grad: Any, _winners_grad: Any, run: Any = None
     return table_grad, None, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "embedfuse::max_lookup", max_lookup_backward, setup_context=save_max_lookup, lib=_lib
-)
+torch.library.register_autograd("embedfuse::max_lookup", max_lookup_backward, setup_context=save_max_lookup, lib=_lib)
 
 
 def save_max_grad(ctx: Any, inputs: Any, output: Any) -> None:

@@ -42,16 +42,14 @@ def flatten(nest: Any, inputs: Any, path: str = "") -> list[Any]:
             missing = [key for key in nest if key not in inputs]
             unknown = [key for key in inputs if key not in nest]
             raise ValueError(
-                f"`inputs`{where} must hold exactly the features of the collection; missing: {missing}, unknown: {unknown}"
+                f"`inputs`{where} must hold the collection's features; missing: {missing}, unknown: {unknown}"
             )
         return [leaf for key, value in nest.items() for leaf in flatten(value, inputs[key], _join(path, key))]
     if not isinstance(inputs, (list, tuple)):
         raise TypeError(f"`inputs`{where} must be a list or tuple like the features, got {type(inputs).__name__}")
     if len(inputs) != len(nest):
         raise ValueError(f"`inputs`{where} must have {len(nest)} entries, got {len(inputs)}")
-    return [
-        leaf for number, value in enumerate(nest) for leaf in flatten(value, inputs[number], _join(path, number))
-    ]
+    return [leaf for number, value in enumerate(nest) for leaf in flatten(value, inputs[number], _join(path, number))]
 
 
 def rebuild(nest: Any, values: Iterator[Any]) -> Any:

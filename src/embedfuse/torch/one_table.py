@@ -8,8 +8,9 @@ from torch import Tensor
 from ..combiners import COMBINERS
 from . import sparse_op  # noqa: F401 (declares its ops)
 from .backends import Policy
-from .functions import MaxLookup, PooledLookup, call, is_transformed
-from .sparse_grad import sparse_lookup
+from .compiling import constant_in_graphs
+from .functions import Layout, MaxLookup, PooledLookup, call, is_transformed
+from .sparse_grad import SparseGradLookup
 
 _Kind = tuple[int, int, str, int, torch.device]  # rows, dim, combiner, flags, device
 _known: dict[_Kind, Tensor] = {}
@@ -35,7 +36,7 @@ def _remembered(kind: _Kind) -> Tensor:
 
 
 # a constant of the graph: copying it to the device in every call would keep CUDA graphs from being captured
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _constant(rows: int, dim: int, combiner: str, flags: int, device: torch.device) -> Tensor:
     return _remembered((rows, dim, combiner, flags, device))
 
@@ -50,7 +51,7 @@ def descriptor(weight: Tensor, combiner: str, flags: int, watched: bool) -> Tens
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 
         # a graph serves tables of one shape
-        rows, dim = guard_scalar(weight.shape[0]), guard_scalar(weight.shape[1])
+        rows, dim = int(guard_scalar(weight.shape[0])), int(guard_scalar(weight.shape[1]))
         made: Tensor = _constant(rows, dim, combiner, flags, weight.device)
         return made
     return _describe(kind)
@@ -67,7 +68,8 @@ def pooled(
             [weight], [0], weight.numel(), features, ids, offsets, weights, bags, weight.shape[1], normalised, policy, 0
         )
     else:
-        out, _ = call(PooledLookup, weight, weights, features, ids, offsets, normalised, policy)
+        layout = Layout((0,), weight.numel(), bags, weight.shape[1], normalised, policy)
+        out, _ = call(PooledLookup, weights, features, ids, offsets, layout, weight)
     result: Tensor = out
     return result
 
@@ -84,15 +86,12 @@ def pooled_sparse(
         )
         result: Tensor = out
         return result
-    dim = weight.shape[1]
-    return sparse_lookup(
-        [weight], [0], weight.numel(), features, ids, offsets, weights, bags, dim, normalised, policy, 0
-    )
+    layout = Layout((0,), weight.numel(), bags, weight.shape[1], normalised, policy)
+    result = call(SparseGradLookup, weights, features, ids, offsets, layout, weight)
+    return result
 
 
-def largest(
-    weight: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, policy: Policy, watched: bool
-) -> Tensor:
+def largest(weight: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, policy: Policy, watched: bool) -> Tensor:
     """`torch.ops.embedfuse.max_lookup` without the winners: `[B, D]`."""
     arguments = (weight, features, ids, offsets, offsets.shape[0] - 1, weight.shape[1], policy)
     if watched:

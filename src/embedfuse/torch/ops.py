@@ -1,8 +1,8 @@
 """The ops: schema, shapes and gradients of each, declared once. A body asks the registry for a backend.
 
-`pooled_lookup`, `row_grad` and `coefficient_grad` close under differentiation: each one's gradients are the other two. So
-`update="autograd"` can be differentiated any number of times. `lookup_for_update` gives the tables no gradient at all: its
-backward hands ids, coefficients and upstream gradient to a ledger (`ledger.py`).
+`pooled_lookup`, `row_grad` and `coefficient_grad` close under differentiation: each one's gradients are the other
+two. So `update="autograd"` can be differentiated any number of times. `lookup_for_update` gives the tables no
+gradient at all: its backward hands ids, coefficients and upstream gradient to a ledger (`ledger.py`).
 """
 
 from collections.abc import Sequence
@@ -51,10 +51,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 # --- bodies --------------------------------------------------------------------------------------------------------
 
 
-def _base(tables: Sequence[Tensor], starts: Sequence[int], size: int) -> Tensor:
+def base_of(tables: Sequence[Tensor], starts: Sequence[int], size: int) -> Tensor:
     """One tensor whose data pointer is where the descriptors count from.
 
-    Usually the tables lie in one buffer already; otherwise (a functional call with other tensors) they are copied into one.
+    Usually the tables lie in one buffer already; otherwise (a functional call with other tensors) they are copied
+    into one.
     """
     first = tables[0]
     step = first.element_size()
@@ -74,10 +75,11 @@ def _base(tables: Sequence[Tensor], starts: Sequence[int], size: int) -> Tensor:
     return flat
 
 
-def _lookup(
+def look_up(
     table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int, width: int,
     normalised: bool, policy: Policy, owner: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The pooled lookup, with an IndexError that names feature and id."""
     csr = Csr(ids, offsets, weights, bags)
     backend = select(table.device, table.dtype)
     try:
@@ -93,21 +95,25 @@ def _pooled_lookup(
     tables: list[Tensor], starts: list[int], size: int, features: Tensor, ids: Tensor, offsets: Tensor,
     weights: Tensor | None, bags: int, width: int, normalised: bool, policy: Policy, owner: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    table = _base(tables, starts, size)
-    return _lookup(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
+    table = base_of(tables, starts, size)
+    return look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
 
 
 def _lookup_for_update(
     anchor: Tensor, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int,
     width: int, normalised: bool, policy: Policy, owner: int, call: int, compiled: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _lookup(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
+    return look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
 
 
-def _finish_backward(
+def finish_backward(
     anchor: Tensor, grad: Tensor, table: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor,
     weights: Tensor | None, scale: Tensor, bags: int, weights_need_grad: bool, owner: int, call: int, compiled: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Hands a lookup whose backward runs to its ledger; returns gradients of the anchor and of the weights.
+
+    The weights' gradient comes first: in `"backward"` mode the rows change now.
+    """
     csr = Csr(ids, offsets, weights, bags)
     weights_grad = grad.new_empty(0)
     if weights_need_grad and table is not None:
@@ -136,7 +142,7 @@ def _coefficient_grad(
     tables: list[Tensor], starts: list[int], size: int, features: Tensor, ids: Tensor, offsets: Tensor,
     weights: Tensor | None, scale: Tensor, grad: Tensor, bags: int,
 ) -> Tensor:  # fmt: skip
-    table = _base(tables, starts, size)
+    table = base_of(tables, starts, size)
     csr = Csr(ids, offsets, weights, bags)
     return select(table.device, table.dtype).coefficient_grad(table, features, csr, scale, grad)
 
@@ -144,7 +150,7 @@ def _coefficient_grad(
 for _name, _body in (
     ("pooled_lookup", _pooled_lookup),
     ("lookup_for_update", _lookup_for_update),
-    ("finish_backward", _finish_backward),
+    ("finish_backward", finish_backward),
     ("row_grad", _row_grad),
     ("coefficient_grad", _coefficient_grad),
 ):
@@ -159,7 +165,7 @@ def _lookup_shapes(table: Tensor, features: Tensor, bags: int, width: int, norma
     return table.new_empty((bags, width)), table.new_empty((scales,), dtype=accumulation_dtype(table.dtype))
 
 
-@torch.library.register_fake("embedfuse::pooled_lookup", lib=_lib)
+@torch.library.register_fake("embedfuse::pooled_lookup", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     tables: Any, starts: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, width: Any,
     normalised: Any, policy: Any, owner: Any,
@@ -167,7 +173,7 @@ def _(
     return _lookup_shapes(tables[0], features, bags, width, normalised)
 
 
-@torch.library.register_fake("embedfuse::lookup_for_update", lib=_lib)
+@torch.library.register_fake("embedfuse::lookup_for_update", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     anchor: Any, table: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, width: Any,
     normalised: Any, policy: Any, owner: Any, call: Any, compiled: Any,
@@ -175,7 +181,7 @@ def _(
     return _lookup_shapes(table, features, bags, width, normalised)
 
 
-@torch.library.register_fake("embedfuse::finish_backward", lib=_lib)
+@torch.library.register_fake("embedfuse::finish_backward", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     anchor: Any, grad: Any, table: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, bags: Any,
     weights_need_grad: Any, owner: Any, call: Any, compiled: Any,
@@ -185,14 +191,14 @@ def _(
     return torch.empty_like(anchor), grad.new_empty(0)
 
 
-@torch.library.register_fake("embedfuse::row_grad", lib=_lib)
+@torch.library.register_fake("embedfuse::row_grad", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     like: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any, bags: Any
 ) -> Any:
     return like.new_empty(size)
 
 
-@torch.library.register_fake("embedfuse::coefficient_grad", lib=_lib)
+@torch.library.register_fake("embedfuse::coefficient_grad", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     tables: Any, starts: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any,
     bags: Any,
@@ -203,11 +209,9 @@ def _(
 # --- gradients -----------------------------------------------------------------------------------------------------
 
 
-def views_of(flat: Tensor, tables: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+def views_of(flat: Tensor, shapes: Sequence[torch.Size], starts: Sequence[int]) -> list[Tensor]:
     """The tables' shares of a flat buffer laid out like the arena."""
-    return [
-        flat[start : start + table.numel()].view(table.shape) for table, start in zip(tables, starts, strict=True)
-    ]
+    return [flat[start : start + shape.numel()].view(shape) for shape, start in zip(shapes, starts, strict=True)]
 
 
 def _refuse_second_derivative(normalised: bool, weights: Tensor | None, needed: bool) -> None:
@@ -219,27 +223,24 @@ def _refuse_second_derivative(normalised: bool, weights: Tensor | None, needed: 
 
 
 def _save_lookup(ctx: Any, inputs: Any, output: Any) -> None:
-    tables, starts, size, features, ids, offsets, weights, bags, width, normalised, policy, owner = inputs
-    ctx.count = len(tables)
-    ctx.starts, ctx.size, ctx.bags, ctx.width = starts, size, bags, width
-    ctx.normalised, ctx.policy, ctx.owner = normalised, policy, owner
-    ctx.save_for_backward(*tables, features, ids, offsets, weights, output[1])
+    tables, starts, size, features, ids, offsets, weights, bags, _width, _normalised, _policy, _owner = inputs
+    ctx.starts, ctx.size, ctx.bags, ctx.shapes = starts, size, bags, [table.shape for table in tables]
+    # tables may be written before backward runs, so they are kept only where their values are needed
+    kept = tables if weights is not None and weights.requires_grad else []
+    ctx.save_for_backward(features, ids, offsets, weights, output[1], *kept)
     ctx.set_materialize_grads(False)
 
 
 def _lookup_backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
-    saved = ctx.saved_tensors
-    tables, (features, ids, offsets, weights, scale) = saved[: ctx.count], saved[ctx.count :]
+    features, ids, offsets, weights, scale, *tables = ctx.saved_tensors
     nothing: list[Any] = [None] * 12
     # a Tensor[] input must be answered with a list, also when there is nothing to say
-    nothing[0] = [None] * ctx.count
+    nothing[0] = [None] * len(ctx.shapes)
     if grad is None:
         return tuple(nothing)
     if ctx.needs_input_grad[0]:
-        flat = torch.ops.embedfuse.row_grad(
-            tables[0], ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
-        )
-        nothing[0] = views_of(flat, tables, ctx.starts)
+        flat = torch.ops.embedfuse.row_grad(grad, ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags)
+        nothing[0] = views_of(flat, ctx.shapes, ctx.starts)
     if ctx.needs_input_grad[6]:
         nothing[6] = torch.ops.embedfuse.coefficient_grad(
             list(tables), ctx.starts, ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
@@ -247,13 +248,11 @@ def _lookup_backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
     return tuple(nothing)
 
 
-torch.library.register_autograd(
-    "embedfuse::pooled_lookup", _lookup_backward, setup_context=_save_lookup, lib=_lib
-)
+torch.library.register_autograd("embedfuse::pooled_lookup", _lookup_backward, setup_context=_save_lookup, lib=_lib)
 
 
 def _save_row_grad(ctx: Any, inputs: Any, output: Any) -> None:
-    like, size, features, ids, offsets, weights, scale, grad, bags = inputs
+    _like, size, features, ids, offsets, weights, scale, grad, bags = inputs
     ctx.size, ctx.bags, ctx.width = size, bags, grad.shape[1]
     ctx.save_for_backward(features, ids, offsets, weights, scale, grad)
 
@@ -296,7 +295,7 @@ def _coefficient_grad_backward(ctx: Any, upstream: Any) -> Any:
         flat = torch.ops.embedfuse.row_grad(
             tables[0], ctx.size, features, ids, offsets, upstream.contiguous(), ones, grad, ctx.bags
         )
-        result[0] = views_of(flat, tables, ctx.starts)
+        result[0] = views_of(flat, [table.shape for table in tables], ctx.starts)
     if ctx.needs_input_grad[8]:
         result[8], _ = torch.ops.embedfuse.pooled_lookup(
             list(tables), ctx.starts, ctx.size, features, ids, offsets, upstream.contiguous(), ctx.bags, ctx.width,
@@ -311,13 +310,11 @@ torch.library.register_autograd(
 
 
 def _save_for_update(ctx: Any, inputs: Any, output: Any) -> None:
-    anchor, table, features, ids, offsets, weights, bags, width, normalised, policy, owner, call, compiled = inputs
+    anchor, table, features, ids, offsets, weights, bags, _width, _normalised, _policy, owner, call, compiled = inputs
     ctx.weights_need_grad = weights is not None and weights.requires_grad
     ctx.bags, ctx.owner, ctx.call, ctx.compiled = bags, owner, call, compiled
     # the table is written by the update, so it is kept only where its values are needed
-    ctx.save_for_backward(
-        anchor, table if ctx.weights_need_grad else None, features, ids, offsets, weights, output[1]
-    )
+    ctx.save_for_backward(anchor, table if ctx.weights_need_grad else None, features, ids, offsets, weights, output[1])
     ctx.set_materialize_grads(False)
 
 

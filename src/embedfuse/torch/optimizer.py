@@ -17,7 +17,8 @@ class _PendingGradient(nn.Parameter):
     """Stands for all gradients that wait in the ledgers, where something asks a parameter for its `.grad`.
 
     Its gradient is `[1, 0]`, or `[1, inf]` if a waiting gradient is not finite. Whatever scales it, as
-    `GradScaler.unscale_` does, scales the waiting gradients by the same factor: the first number is read back in `step()`.
+    `GradScaler.unscale_` does, scales the waiting gradients by the same factor: the first number is read back in
+    `step()`.
     """
 
     source: "FusedOptimizer"
@@ -25,7 +26,7 @@ class _PendingGradient(nn.Parameter):
     _marker: Tensor | None
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         return self.source._proxy_gradient()
 
     @grad.setter
@@ -38,9 +39,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Steps the tables of one or more collections, each table by its own rule, all in one pass per storage type.
 
     Behaves as any torch optimizer: gradients of several backwards add up until `step()`, `zero_grad()` drops them,
-    learning-rate schedulers and `GradScaler` work through `param_groups` and `.grad`. Two differences: `step()` uses the
-    gradients up, so that stepping twice after one backward steps once; and `model.zero_grad()` does not reach them, only
-    this optimizer's `zero_grad()` does.
+    learning-rate schedulers and `GradScaler` work through `param_groups` and `.grad`. Two differences: `step()` uses
+    the gradients up, so that stepping twice after one backward steps once; and `model.zero_grad()` does not reach them,
+    only this optimizer's `zero_grad()` does.
 
     There is one entry in `param_groups` for each distinct optimizer, with its learning rate under `"lr"`. State is
     `state[table][slot]`, sharing memory with what the kernels use.
@@ -100,7 +101,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- stepping --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps every table that was looked up since the last step, by the sum of its gradients.
 
         Args:
@@ -243,7 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` gave, so that the next step is bit-identical.
 
         Raises:
@@ -293,8 +294,8 @@ def _collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
     for collection in found:
         if collection.update == "autograd":
             raise ValueError(
-                'a collection with update="autograd" gives its tables ordinary gradients: use a torch optimizer over its '
-                'parameters, or update="step"'
+                'a collection with update="autograd" gives its tables ordinary gradients: use a torch optimizer over '
+                'its parameters, or update="step"'
             )
     return list(found)
 
@@ -310,8 +311,8 @@ def _optimizer_of(collection: EmbeddingCollection, name: str, default: Optimizer
     optimizer = collection.table_configs[name].optimizer or collection.optimizer or default
     if optimizer is None:
         raise ValueError(
-            f"table {name!r} has no optimizer: give one to its TableConfig, to the collection, or as `default`, such as "
-            "embedfuse.Adagrad()"
+            f"table {name!r} has no optimizer: give one to its TableConfig, to the collection, or as `default`, "
+            "such as embedfuse.Adagrad()"
         )
     return resolve(optimizer)
 
@@ -322,6 +323,4 @@ def _names(modules: Iterable[nn.Module], collections: list[EmbeddingCollection])
     if len({name for _, name in own}) == len(own):
         return {key: key[1] for key in own}
     paths = {child: path for module in modules for path, child in module.named_modules()}
-    return {
-        (number, name): f"{paths[collections[number]] or number}.{name}" for number, name in own
-    }
+    return {(number, name): f"{paths[collections[number]] or number}.{name}" for number, name in own}

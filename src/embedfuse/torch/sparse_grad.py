@@ -3,54 +3,47 @@
 The distinct rows of a batch are counted on the host, so this waits for the device; dense gradients do not.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..plan import DIM, OFFSET, ROW_BASE, ROWS, TABLE
+from .functions import CoefficientGrad, Layout, PooledLookup, RowGrad
 
 
-def sparse_lookup(tables: Sequence[Tensor], *rest: Any) -> Tensor:
-    """`pooled_lookup` whose table gradients are `torch.sparse_coo` tensors, coalesced, one row per distinct id."""
-    out: Tensor = _SparseLookup.apply(rest[5], rest, *tables)
-    return out
+class SparseGradLookup(torch.autograd.Function):
+    """`PooledLookup` whose table gradients are `torch.sparse_coo` tensors, coalesced, one row per distinct id."""
 
-
-class _SparseLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor | None, rest: tuple[Any, ...], *tables: Tensor) -> Tensor:
-        starts, size, features, ids, offsets, _, bags, *others = rest
-        out, scale = torch.ops.embedfuse.pooled_lookup(
-            list(tables), starts, size, features, ids, offsets, weights, bags, *others
-        )
-        ctx.save_for_backward(features, ids, offsets, weights, scale, *tables)
-        ctx.bags, ctx.starts, ctx.size = bags, starts, size
+    def forward(
+        ctx: Any, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, layout: Layout,
+        *tables: Tensor,
+    ) -> Tensor:  # fmt: skip
+        out, scale = PooledLookup.forward(weights, features, ids, offsets, layout, *tables)
+        ctx.layout, ctx.shapes = layout, [table.shape for table in tables]
+        kept = tables if ctx.needs_input_grad[0] else ()
+        ctx.save_for_backward(weights, features, ids, offsets, scale, *kept)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        features, ids, offsets, weights, scale, *tables = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weights, features, ids, offsets, scale, *tables = ctx.saved_tensors
+        layout, bags = ctx.layout, ctx.layout.bags
         weights_grad = None
         if ctx.needs_input_grad[0]:
-            weights_grad = torch.ops.embedfuse.coefficient_grad(
-                list(tables), ctx.starts, ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
-            )
-        compact, local, rows = _compact(features, ids, offsets, ctx.bags, len(tables))
-        total = sum(len(row) * table.shape[1] for row, table in zip(rows, tables, strict=True))
-        flat = torch.ops.embedfuse.row_grad(
-            tables[0], total, compact, local, offsets, weights, scale, grad, ctx.bags
-        )
+            weights_grad = CoefficientGrad.forward(grad, weights, features, ids, offsets, scale, layout, *tables)
+        compact, local, rows = _compact(features, ids, offsets, bags, len(ctx.shapes))
+        total = sum(len(row) * shape[1] for row, shape in zip(rows, ctx.shapes, strict=True))
+        flat = RowGrad.forward(grad, weights, compact, local, offsets, scale, replace(layout, size=total))
         grads, start = [], 0
-        for row, table in zip(rows, tables, strict=True):
-            values = flat[start : start + len(row) * table.shape[1]].view(len(row), table.shape[1])
+        for row, shape in zip(rows, ctx.shapes, strict=True):
+            values = flat[start : start + len(row) * shape[1]].view(len(row), shape[1])
             start += values.numel()
-            grads.append(
-                torch.sparse_coo_tensor(row[None], values, table.shape, is_coalesced=True, check_invariants=False)
-            )
-        return weights_grad, None, *grads
+            grads.append(torch.sparse_coo_tensor(row[None], values, shape, is_coalesced=True, check_invariants=False))
+        return weights_grad, None, None, None, None, *grads
 
 
 def _compact(

@@ -19,9 +19,7 @@ _BATCH = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights"
 _lib.define(
     f"lookup_with_sparse_grad(Tensor table, {_BATCH}, SymInt bags, bool normalised, str policy) -> (Tensor, Tensor)"
 )
-_lib.define(
-    f"padded_row_grad(SymInt rows, {_BATCH}, Tensor scale, Tensor grad, SymInt bags) -> (Tensor, Tensor)"
-)
+_lib.define(f"padded_row_grad(SymInt rows, {_BATCH}, Tensor scale, Tensor grad, SymInt bags) -> (Tensor, Tensor)")
 
 
 def _lookup(
@@ -57,17 +55,13 @@ _lib.impl("padded_row_grad", _padded_row_grad, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("embedfuse::lookup_with_sparse_grad", lib=_lib)  # type: ignore[untyped-decorator]
-def _(
-    table: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, normalised: Any, policy: Any
-) -> Any:
+def _(table: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, normalised: Any, policy: Any) -> Any:
     scale = table.new_empty(bags if normalised else 0, dtype=accumulation_dtype(table.dtype))
     return table.new_empty((bags, table.shape[1])), scale
 
 
 @torch.library.register_fake("embedfuse::padded_row_grad", lib=_lib)  # type: ignore[untyped-decorator]
-def _(
-    rows: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any, bags: Any
-) -> Any:
+def _(rows: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any, bags: Any) -> Any:
     return ids.new_empty(ids.shape, dtype=torch.int64), grad.new_empty((ids.shape[0], grad.shape[1]))
 
 
@@ -94,6 +88,4 @@ def _backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
     return table_grad, None, None, None, weights_grad, None, None, None
 
 
-torch.library.register_autograd(
-    "embedfuse::lookup_with_sparse_grad", _backward, setup_context=_save, lib=_lib
-)
+torch.library.register_autograd("embedfuse::lookup_with_sparse_grad", _backward, setup_context=_save, lib=_lib)

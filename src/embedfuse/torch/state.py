@@ -46,7 +46,7 @@ class GroupState:
         self.slots = torch.zeros(max(total, 1), dtype=accumulation_dtype(arena.buffer.dtype), device=device)
         self.steps = torch.zeros(len(optimizers), dtype=torch.int64, device=device)
         self.hyper = torch.zeros((0, 0), dtype=torch.float64, device=device)
-        self._hyper_rows: list[tuple[float, ...]] = []
+        self._learning_rates: list[float] = []
         self._masks: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
         for number, optimizer in enumerate(optimizers):
             for slot in optimizer.slots():
@@ -68,13 +68,13 @@ class GroupState:
             self.slots, self.steps, self.hyper = (t.to(device) for t in (self.slots, self.steps, self.hyper))
             self._masks = {}
 
-    def set_hyper(self, learning_rates: Sequence[float]) -> None:
+    def set_hyper(self, learning_rates: list[float]) -> None:
         """Brings hyper-parameters up to date with the learning rates, one for each table."""
-        rows = [
-            (*optimizer.hyper(rate)[:ROUNDING_SEED], float(seed))
-            for optimizer, rate, seed in zip(self.optimizers, learning_rates, self._seeds, strict=True)
-        ]
-        if rows != self._hyper_rows:
+        if self._learning_rates != learning_rates:
+            rows = [
+                (*optimizer.hyper(rate)[:ROUNDING_SEED], float(seed))
+                for optimizer, rate, seed in zip(self.optimizers, learning_rates, self._seeds, strict=True)
+            ]
             fresh = torch.tensor(rows, dtype=torch.float64)
             if self.slots.is_cuda:
                 # page-locked, so that the copy does not wait for the device
@@ -84,7 +84,7 @@ class GroupState:
                 self.hyper.copy_(fresh, non_blocking=True)
             else:
                 self.hyper = fresh.to(self.slots.device, non_blocking=True)
-            self._hyper_rows = rows
+            self._learning_rates = list(learning_rates)
 
     def masked(self, learns: Sequence[bool]) -> tuple[Tensor, Tensor]:
         """Table descriptors with FROZEN for tables that do not learn, and int64 `[T]` ones for those that do."""

@@ -102,12 +102,15 @@ class Arena:
             for table, values in zip(tables, old, strict=True):
                 table.copy_(values)
 
+    def is_own(self) -> bool:
+        """Whether the tables are parameters, and not tensors that a functional call has put in their place."""
+        return all(isinstance(table, nn.Parameter) for table in self.parameters)
+
     def is_whole(self) -> bool:
         """Whether every table still lies where the descriptors say."""
         origin, step = self.buffer.data_ptr(), self.buffer.element_size()
         return all(
-            table.data_ptr() == origin + start * step
-            for table, start in zip(self.parameters, self.starts, strict=True)
+            table.data_ptr() == origin + start * step for table, start in zip(self.parameters, self.starts, strict=True)
         )
 
     def _views(self) -> list[Tensor]:
@@ -131,7 +134,7 @@ def named_tables(configs: Sequence[TableConfig]) -> list[str]:
     for number, name in enumerate(names):
         if name in names[:number]:
             raise ValueError(
-                f"`name` of a table must be its own, got two tables named {name!r}: rename one, or share one TableConfig "
+                f"`name` of a table must be unique, got two tables named {name!r}: rename one, or share a TableConfig "
                 "object to share the table"
             )
     return names

@@ -60,9 +60,7 @@ def _joined_csr(records: Sequence[Record], bags: int) -> Csr:
     weights = None
     if any(part.weights is not None for part in parts):
         dtype = next(part.weights.dtype for part in parts if part.weights is not None)
-        weights = torch.cat(
-            [torch.ones_like(p.ids, dtype=dtype) if p.weights is None else p.weights for p in parts]
-        )
+        weights = torch.cat([torch.ones_like(p.ids, dtype=dtype) if p.weights is None else p.weights for p in parts])
     return Csr(ids, torch.cat(offsets), weights, bags)
 
 

@@ -78,8 +78,9 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`out[b, COLUMN:COLUMN+DIM] = scale[bag] * Σ w_i row(id_i)`; returns `out [B, width]`, `scale [F * B]`.
 
-        `out` has the table's dtype, rounded once. `scale` is float32 (float64 for float64 tables); empty (`[0]`) when not
-        `normalised`, meaning all ones. Raises `BadId` for `policy="raise"` where that needs no synchronisation.
+        `out` has the table's dtype, rounded once. `scale` is float32 (float64 for float64 tables); empty (`[0]`)
+        when not `normalised`, meaning all ones; in an update it is `[R * F * B]`. Raises `BadId` for
+        `policy="raise"` where that needs no synchronisation; "drop" and "ignore" treat bad ids as absent.
         """
         ...
 
@@ -87,16 +88,22 @@ class Backend(Protocol):
         """One optimizer step of every row in the batch, in place.
 
         `g[row] = Σ w_i * scale[bag_i] * grad[row_of(bag_i), columns of the feature]`, summed over all duplicates and
-        features in a fixed order, then `apply_rule`. Tables with FROZEN are left alone. `grad` is `[R * B, width]`.
+        features in a fixed order, then `apply_rule`, then rounding to the table's type (`rounding.py`). Tables with
+        FROZEN are left alone. `grad` is `[R * B, width]`. One step a row, of rows in the batch only: other orders of
+        stepping (`use_gradient_accumulation=False`, dense optimizers) are made of this by the front
+        (`torch/update.py`).
         """
         ...
 
     def row_grad(self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> None:
-        """The same sums, written into `out` at OFFSET + id * DIM; `out` is flat, zero on entry, of the table's dtype."""
+        """The same sums, put in `out` at OFFSET + id * DIM; `out` is flat, of the table's dtype, zero on entry."""
         ...
 
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
-        """`Σ_rows ||g[row]||²` of the tables that learn, a float32 (or float64) scalar; for clipping by norm."""
+        """`Σ_rows ||g[row]||²` of the tables that learn, a float32 (or float64) scalar; for clipping by norm.
+
+        Of the gradients as they are: `grad_scale` and `skip` play no part.
+        """
         ...
 
     def coefficient_grad(self, table: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
@@ -105,6 +112,21 @@ class Backend(Protocol):
         With `s_i = <row(id_i), grad of its bag>`: `scale * s_i`, and for a feature with POWER ≠ 0 and MOMENT p ≠ 0 also
         `- (POWER / 2) * p * w_i**(p-1) / M * scale * Σ_j w_j s_j` where `M = Σ w**p` (0 where M is 0).
         """
+        ...
+
+    def max_lookup(
+        self, table: Tensor, features: Tensor, csr: Csr, width: int, policy: Policy
+    ) -> tuple[Tensor, Tensor]:
+        """The largest `w_i row(id_i)` of each bag, column by column: `out [B, width]`, and `winners` int64 `[B,
+        width]`.
+
+        `winners` are positions in `ids`, the first among equals, the first NaN before numbers; -1, with 0 in `out`, for
+        a bag without ids.
+        """
+        ...
+
+    def max_grad(self, out: Tensor, features: Tensor, csr: Csr, winners: Tensor, grad: Tensor) -> None:
+        """Adds each element of `grad` to the element of the row that won it; `out` as in `row_grad`."""
         ...
 
 

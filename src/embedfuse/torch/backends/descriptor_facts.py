@@ -56,6 +56,7 @@ class TableFacts:
     starts: int
     slots: int
     rules: frozenset[int]
+    owners: Tensor  # int64 [tables that have rows, 2], on the device: ROW_BASE and number, sorted
 
 
 T = TypeVar("T")
@@ -124,6 +125,7 @@ def _read_features(features: Tensor) -> FeatureFacts:
 
 def _read_tables(tables: Tensor) -> TableFacts:
     host = tables.detach().cpu().numpy()
+    owners = sorted((base, number) for number, base in enumerate(host[:, T_ROW_BASE].tolist()) if host[number, T_ROWS])
     return TableFacts(
         widest=int(host[:, T_DIM].max()),
         rows=int((host[:, T_ROW_BASE] + host[:, T_ROWS]).max()),
@@ -131,4 +133,5 @@ def _read_tables(tables: Tensor) -> TableFacts:
         starts=alignment(host[:, T_OFFSET], host[:, T_DIM]),
         slots=alignment(host[:, T_SLOT0], host[:, T_SLOT1], host[:, T_DIM]),
         rules=frozenset(host[:, T_RULE].tolist()),
+        owners=torch.tensor(owners or [(0, 0)], dtype=torch.int64, device=tables.device),
     )

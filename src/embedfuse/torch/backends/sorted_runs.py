@@ -73,40 +73,40 @@ def sorted_runs(
         return torch.empty(count, dtype=dtype, device=device)
 
     keys = empty(number, _kind(facts.rows))
-    bags = empty(number, _kind(total_bags))
+    last_source = max(grad.shape[0] - 1, 0) * grad.stride(0) + max(grad.shape[1] - 1, 0) * grad.stride(1)
+    sources = empty(number, _kind(last_source))
     coefficients = empty(number, torch.float32) if has_scale else csr.weights
     blocks = ceil_div(number, config.block)
     key_kernel[(blocks,)](
-        features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, bags,
+        features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, sources,
         coefficients if has_scale else None, number, csr.bags, total_bags, feature_count, facts.rows,
+        grad.stride(0), grad.stride(1),
         HAS_WEIGHTS=csr.weights is not None, HAS_SCALE=has_scale, HAS_FROZEN=FROZEN in facts.rules, BLOCK=config.block,
         num_warps=4,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
     windows = ceil_div(number, config.chunk)
     stride = ceil_div(facts.widest, STEP) * STEP
-    last_source = max(grad.shape[0] - 1, 0) * grad.stride(0) + max(grad.shape[1] - 1, 0) * grad.stride(1)
-    sources, segments = _kind(last_source), blocks * (config.block + 1)
+    segments = blocks * (config.block + 1)
     runs = SortedRuns(
         number=number,
         absent=facts.rows,
         keys=keys,
         order=order,
-        sources=empty(number, sources),
+        sources=torch.empty_like(sources),
         coefficients=None if coefficients is None else empty(number, torch.float32),
         starts=empty(segments, _kind(number)),
         tags=empty(segments, torch.int32),
         rows=empty(segments, keys.dtype),
-        first_sources=empty(segments, sources),
+        first_sources=empty(segments, sources.dtype),
         counts=empty(blocks, torch.int32),
         cuts=empty(windows, torch.int32),
         partials=empty(2 * windows * stride, torch.float32).view(2 * windows, stride),
         folds=empty(ceil_div(windows, config.fold) * stride, torch.float32).view(-1, stride),
     )
     segment_kernel[(blocks,)](
-        features, keys, order, bags, coefficients, runs.sources, runs.coefficients,
-        runs.starts, runs.tags, runs.rows, runs.first_sources, runs.counts, runs.cuts,
-        number, csr.bags, feature_count, facts.rows, grad.stride(0), grad.stride(1),
+        facts.owners, keys, order, sources, coefficients, runs.sources, runs.coefficients, runs.starts, runs.tags,
+        runs.rows, runs.first_sources, runs.counts, runs.cuts, number, facts.rows, facts.owners.shape[0],
         HAS_COEFFICIENTS=coefficients is not None, CHUNK=config.chunk, BLOCK=config.block, num_warps=4,
     )  # fmt: skip
     return runs

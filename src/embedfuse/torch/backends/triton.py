@@ -213,7 +213,7 @@ class TritonBackend:
             "MODE": target.mode, "SEVERAL_RULES": len(target.rules) > 1, "HAS_GRAD_SCALE": grad_scale is not None,
             "HAS_SKIP": skip is not None, "ALIGN": _rows_align(target.starts, target.out),
             "SLOT_ALIGN": min(target.slots, WIDE_WORD // 4), "DIM_ALIGN": dims, "CHUNK": config.chunk,
-            "BLOCK": config.block, "BLOCK_D": config.block_d, **OPTIONS,
+            "BLOCK_D": config.block_d, **OPTIONS,
         }  # fmt: skip
         state = (target.out, slots, tables, hyper, steps, grad_scale, skip)
         for number, rule in target.rules:
@@ -222,15 +222,15 @@ class TritonBackend:
                 runs.starts, runs.tags, runs.rows, runs.first_sources, runs.counts, runs.partials,
                 grad.stride(1), runs.stride, number,
                 **_rule(rule), HAS_COEFFICIENTS=runs.coefficients is not None, HAS_WINNERS=winners is not None,
-                GRAD_ALIGN=_grad_align(columns, grad), PARTS=config.parts,
-                SEGMENTS=config.segments, num_warps=config.warps, **common,
+                GRAD_ALIGN=_grad_align(columns, grad), BLOCK=config.block, PARTS=config.parts,
+                SEGMENTS=config.segments, TAIL=config.tail, num_warps=config.warps, **common,
             )  # fmt: skip
         if runs.number <= config.chunk:
             return
         if runs.number > config.chunk * config.fold:
             fold_kernel[(runs.folds.shape[0],)](
                 runs.keys, runs.partials, runs.folds, runs.number, runs.absent, runs.stride,
-                CHUNK=config.chunk, BLOCK=config.block, FOLD=config.fold, JOIN=config.join, BLOCK_D=config.block_d,
+                CHUNK=config.chunk, FOLD=config.fold, JOIN=config.join, BLOCK_D=config.block_d,
                 num_warps=config.join_warps, **OPTIONS,
             )  # fmt: skip
         windows = runs.cuts.shape[0]

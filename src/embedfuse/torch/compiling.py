@@ -1,0 +1,27 @@
+"""Small helpers around torch.compile that do not import the compiler."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Marks a function whose result a compiled graph takes for a constant, made anew for each graph.
+
+    What `torch.compiler.assume_constant_result` does, which imports the whole compiler, for seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def mark_dynamic(*tensors: Tensor | None) -> None:
+    """Tells torch.compile, if it is in use, that first sizes change from batch to batch: saves a recompilation."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        for tensor in tensors:
+            if tensor is not None:
+                dynamo.maybe_mark_dynamic(tensor, 0)
