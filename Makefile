@@ -57,7 +57,7 @@ dev: $(VENV)/.dev $(VENV)/.engine ## set up .venv with everything
 
 # --- checks ----------------------------------------------------------------------------------------------------------
 
-test: lint test-quick test-isa test-all ## all that CI runs; what fails soonest comes first
+test: lint test-quick test-isa wheel test-all ## all that CI runs; what fails soonest comes first
 
 lint: dev ## ruff and mypy
 	$(BIN)/ruff check .
@@ -88,16 +88,19 @@ test-gpu: dev ## what needs a GPU
 demo: $(VENV)/.demo $(VENV)/.engine ## train a DLRM on real flights, fused against unfused
 	$(BIN)/embedfuse train --model dlrm --data flights --compare --out runs/flights
 
-bench: dev ## time the engine here
-	$(BIN)/python benchmarks/run.py
+bench: dev ## time the C++ engine here, against PyTorch
+	$(BIN)/python benchmarks/cpu_engine.py
 
-wheel: dev ## build the sdist, a wheel from it, and try that
+wheel: build/.wheel-tried ## build the sdist, a wheel from it, and try that without PyTorch
+
+build/.wheel-tried: $(VENV)/.dev $(ENGINE_SOURCES) pyproject.toml scripts/check_wheel.py
 	rm -rf dist build/check
 	mkdir -p dist
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
 	$(PIP) install --quiet --no-deps --target build/check dist/*.whl
 	PYTHONPATH=build/check:$(SITE) $(BIN)/python -S scripts/check_wheel.py
+	touch $@
 
 clean: ## remove builds and caches, not .venv
 	rm -rf build dist wheelhouse .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -46,7 +46,9 @@ class Embedfuse:
     """All tables in one call."""
 
     def __init__(self, case: Case, lengths: Tensor, ids: Tensor, grad: Tensor, weights: list[Tensor]) -> None:
-        group = plan_group([(case.rows, case.dim)] * case.tables, [PlannedFeature(t, "sum") for t in range(case.tables)])
+        group = plan_group(
+            [(case.rows, case.dim)] * case.tables, [PlannedFeature(t, "sum") for t in range(case.tables)]
+        )
         tables = group.tables.copy()
         tables[:, T_RULE] = 0
         tables[:, T_SLOT0] = tables[:, 0]
@@ -102,9 +104,7 @@ class Torch:
 def contestants(case: Case) -> tuple[Embedfuse, Torch]:
     """Both, on the same tables and the same batch."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(
-        case.shortest, case.longest + 1, (case.tables * case.bags,), generator=generator
-    )
+    lengths = torch.randint(case.shortest, case.longest + 1, (case.tables * case.bags,), generator=generator)
     ids = torch.randint(0, case.rows, (int(lengths.sum()),), generator=generator)
     grad = torch.randn(case.bags, case.tables * case.dim, generator=generator)
     weights = [torch.randn(case.rows, case.dim, generator=generator) for _ in range(case.tables)]

@@ -1,4 +1,4 @@
-"""The cases of `gpu_engine.py`: tables, batches, the two calls that are timed, and a check against PyTorch in float64."""
+"""The cases of `gpu_engine.py`: tables, batches, the two calls that are timed, and a check against PyTorch."""
 
 import dataclasses
 import statistics

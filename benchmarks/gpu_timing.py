@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from gpu_cases import BATCHES, DEVICE
 
+WARM_SECONDS = 0.05
+
 
 def graphs_of(work: Callable[[int], Any]) -> list[torch.cuda.CUDAGraph]:
     """One graph for each batch."""
@@ -25,8 +27,12 @@ def graphs_of(work: Callable[[int], Any]) -> list[torch.cuda.CUDAGraph]:
 def milliseconds(work: Callable[[int], Any], rounds: int) -> float:
     """Median device time of one call."""
     graphs = graphs_of(work)
-    for graph in graphs:
-        graph.replay()
+    # the first replays are slower, clocks of the card among the reasons
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_SECONDS:
+        for graph in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
     for number, (start, end) in enumerate(events):
         start.record()

@@ -4,6 +4,7 @@ Python blocks of a page run in order, in one namespace. A block that opens with 
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from itertools import pairwise
@@ -20,6 +21,8 @@ from embedfuse.torch.backends import NAMES, Backend, load, use_backend
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 LONGEST = {"README.md": 200, "CONTRIBUTING.md": 120}
+# Triton is published for Linux alone; there no backend may be missing
+HERE = [name for name in NAMES if name != "triton" or sys.platform == "linux"]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -123,6 +126,8 @@ def test_support_table_is_true() -> None:
     header, *body = rows((ROOT / "README.md").read_text(encoding="utf-8"), "backend")
     assert tuple(row[0].split()[0] for row in body) == NAMES
     for row in body:
+        if row[0].split()[0] not in HERE:
+            continue
         backend = load(row[0].split()[0])
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         for dtype, says in zip(header[2:], row[2:], strict=True):
@@ -130,7 +135,7 @@ def test_support_table_is_true() -> None:
             assert (None in reasons) == (says == "yes"), f"{backend.name}, {dtype}: {reasons}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HERE)
 def test_each_backend_has_every_op(name: str) -> None:
     ops = {op for op in vars(Backend) if not op.startswith("_")} - {"name"}
     missing = [op for op in ops if getattr(type(load(name)), op, None) in (None, getattr(Backend, op, None))]

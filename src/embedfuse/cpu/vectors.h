@@ -51,6 +51,10 @@ inline float widen(BFloat16 value) { return bits_to_float(static_cast<uint32_t>(
 inline float widen(Half value) {
 #if defined(__F16C__)
   return _cvtsh_ss(value.bits);
+#elif defined(__aarch64__)
+  __fp16 half;
+  memcpy(&half, &value, sizeof half);
+  return half;
 #else
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16, magnitude = value.bits & 0x7fff;
   // scaling by a power of two moves the exponent and makes subnormal numbers normal
@@ -71,6 +75,9 @@ inline void narrow(float value, BFloat16* out) {
 inline void narrow(float value, Half* out) {
 #if defined(__F16C__)
   out->bits = static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  const __fp16 half = static_cast<__fp16>(value);
+  memcpy(out, &half, sizeof half);
 #else
   const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   uint32_t result;

@@ -27,7 +27,6 @@ class UpdateConfig:
     block: int
     parts: int
     segments: int
-    tail: int
     warps: int
     join: int
     join_warps: int
@@ -47,7 +46,7 @@ def lookup_config(widest: int, mean_length: float) -> LookupConfig:
         block_d = min(max(power_of_two(widest), 4), 64)
         return LookupConfig(True, 2048 // block_d, block_d, 1)
     block_d = min(max(power_of_two(widest), 4), 128)
-    return LookupConfig(False, 16, block_d, 1)
+    return LookupConfig(False, min(1024 // block_d, 32), block_d, 1)
 
 
 def max_config(widest: int) -> LookupConfig:
@@ -66,13 +65,13 @@ def coefficient_config(widest: int, mean_length: float) -> LookupConfig:
 def update_config(widest: int) -> UpdateConfig:
     """Tiles of `runs.py` and `row_update.py`; whole rows are in one program, since a rule may need its row's mean."""
     block_d = max(power_of_two(widest), 4)
-    # a row to a warp: few registers, so that many programs are under way
-    segments = min(max(128 // block_d, 1), 32)
-    warps = min(max(block_d // 256, 1), 32)
-    # few programs join cut runs, so each takes many pieces at once
-    join = min(max(8192 // block_d, 1), 64)
-    join_warps = min(max(join * block_d // 2048, warps), 32)
+    # what fits in few registers, so that many programs are under way
+    segments = min(max(512 // block_d, 1), 32)
+    warps = max(segments * block_d // 256, 1) if block_d <= 256 else min(block_d // 512, 32)
+    # few programs join cut runs, and most runs are in few pieces
+    narrow = block_d <= 64
     return UpdateConfig(
-        chunk=32, block=1024, parts=64, segments=segments, tail=8, warps=warps, join=join, join_warps=join_warps,
-        fold=64, edges=16, block_d=block_d,
+        chunk=32, block=1024, parts=32 if block_d <= 256 else 64, segments=segments, warps=warps,
+        join=64 if narrow else max(2048 // block_d, 1), join_warps=2 if narrow else max(warps, 4), fold=64,
+        edges=16 if narrow else 4, block_d=block_d,
     )  # fmt: skip

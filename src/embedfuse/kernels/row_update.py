@@ -30,33 +30,20 @@ UNALIGNED = [
 
 @triton.jit
 def load_slot(p_slots, o_slot, row, dim, column, live, mask, KIND: tl.constexpr, ALIGN: tl.constexpr):
-    """One slot of a tile, `[R, BLOCK_D]`; a slot per row once in each column. `[R]` zeros if there is none.
-
-    Triton 3.6 fails to lay out loops that carry the slots per row of the next tile as `[R]` or `[R, 1]`.
-    """
+    """One slot of a tile: `[R, BLOCK_D]` per element, `[R, 1]` per row, zeros if there is none; 1 in padding."""
     if KIND == 1:
         o_row = tl.multiple_of((o_slot + row * dim)[:, None], [ALIGN, ALIGN])
         slot = tl.load(p_slots + o_row + column[None, :], mask=mask, other=1.0)
     elif KIND == 2:
-        slot = tl.load(p_slots + o_slot + row[:, None] + column[None, :] * 0, mask=mask, other=float("-inf"))
+        slot = tl.load(p_slots + o_slot + row[:, None], mask=live[:, None], other=1.0)
     else:
-        slot = tl.zeros_like(row).to(tl.float32)
-    return slot
-
-
-@triton.jit
-def as_rule_takes(slot, live, KIND: tl.constexpr):
-    """`[R, 1]` from what `load_slot` returns, unless the slot is per element; 1 where no row is."""
-    if KIND == 2:
-        slot = tl.where(live[:, None], tl.max(slot, axis=1, keep_dims=True), 1.0)
-    elif KIND == 0:
-        slot = slot[:, None]
+        slot = tl.zeros_like(row)[:, None].to(tl.float32)
     return slot
 
 
 @triton.jit
 def store_slot(p_slots, o_slot, row, dim, column, live, mask, slot, KIND: tl.constexpr, ALIGN: tl.constexpr):
-    """Writes what `load_slot` reads, as rules return it: `[R, 1]` per row."""
+    """Writes what `load_slot` reads."""
     if KIND == 1:
         o_row = tl.multiple_of((o_slot + row * dim)[:, None], [ALIGN, ALIGN])
         tl.store(p_slots + o_row + column[None, :], slot.to(tl.float32), mask=mask)
@@ -83,18 +70,23 @@ def step_rows(
     RULE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One step of rows whose gradient is complete."""
-    s0 = as_rule_takes(s0, live, SLOT0)
-    s1 = as_rule_takes(s1, live, SLOT1)
     p_own = p_hyper + table * 16
     low = tl.load(p_own + 1).to(tl.float32)
     high = tl.load(p_own + 2).to(tl.float32)
     g = tl.where(g < low, low, tl.where(g > high, high, g))
     w = w - tl.load(p_own + 3).to(tl.float32) * w
-    w, s0, s1 = RULE(w, g, s0, s1, p_own, tl.load(p_steps + table), dim, mask)
+    step = tl.load(p_steps + table)
+    w, s0, s1 = RULE(w, g, s0, s1, p_own, step, dim, mask)
     low = tl.load(p_own + 4).to(tl.float32)
     high = tl.load(p_own + 5).to(tl.float32)
     w = tl.where(w < low, low, tl.where(w > high, high, w))
     o_row = tl.multiple_of((table_offset(p_tables, table) + row * dim)[:, None], [ALIGN, ALIGN])
+    if p_table.dtype.element_ty != tl.float32:
+        # the seed of stochastic rounding, 0 for none (optim/base.py: ROUNDING_SEED)
+        seed = tl.load(p_own + 15).to(tl.int64)
+        element = (row * dim)[:, None] + column[None, :]
+        lost: tl.constexpr = 16 if p_table.dtype.element_ty == tl.bfloat16 else 13
+        w = rounded_at_random(w, element, seed, step, lost)
     tl.store(p_table + o_row + column[None, :], w.to(p_table.dtype.element_ty), mask=mask)
     store_slot(p_slots, table_slot0(p_tables, table), row, dim, column, live, mask, s0, SLOT0, SLOT_ALIGN)
     store_slot(p_slots, table_slot1(p_tables, table), row, dim, column, live, mask, s1, SLOT1, SLOT_ALIGN)
@@ -132,7 +124,7 @@ def load_gradients(
     p_grad, p_winners, p_order, p_coefficients, j, source, inside, column, m_column, grad_column,
     HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr, GRAD_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient rows that start at `source`, times their coefficients; `j` is the place of their ids among all sorted."""
+    """Gradient rows that start at `source`, times their coefficients; `j` numbers their ids in sorted order."""
     o_grad = tl.multiple_of(source.to(tl.int64)[:, None], [GRAD_ALIGN, GRAD_ALIGN]) + column[None, :] * grad_column
     mask = inside[:, None] & m_column[None, :]
     if HAS_WINNERS:
@@ -144,44 +136,6 @@ def load_gradients(
     return value
 
 
-@triton.jit
-def load_tile(
-    p_table, p_slots, p_tables, p_grad, p_winners, p_order, p_coefficients, cursor, stop, tag_of_first, start, tag,
-    next_tag, row, source, lane, column, column_64, grad_column, rule_number,
-    MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
-    HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr, ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
-    GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
-    """Asks for rows, slots and first gradients of the segments from `cursor` on that are of one table.
-
-    Returns the table, which lanes hold segments, which of these are whole runs, where the next tile starts, and what
-    was asked for.
-    """
-    table = tl.where(cursor < stop, tag_of_first // 2, 0)
-    # sorted keys: those of the first one's table come first, the rest have their turn in the next tile
-    here = (cursor + lane < stop) & (tag // 2 == table)
-    after = cursor + tl.sum(here.to(tl.int32), axis=0)
-    if SEVERAL_RULES:
-        # the rows of other rules are passed by
-        here = here & (lane < tl.where(table_rule(p_tables, table) == rule_number, SEGMENTS, 0))
-    whole = here & (tag % 2 == 1) & (next_tag % 2 == 1)
-    dim = table_dim(p_tables, table)
-    m_column = column // DIM_ALIGN * DIM_ALIGN < dim
-    w = tl.zeros([SEGMENTS], tl.float32)
-    s0 = w
-    s1 = w
-    if MODE == 0:
-        w, s0, s1 = load_rows(
-            p_table, p_slots, p_tables, table, row.to(tl.int64), dim, column, whole, whole[:, None] & m_column[None, :],
-            SLOT0, SLOT1, ALIGN, SLOT_ALIGN,
-        )  # fmt: skip
-    g = load_gradients(
-        p_grad, p_winners, p_order, p_coefficients, start, source, here, column_64, m_column, grad_column,
-        HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
-    )  # fmt: skip
-    return table, here, whole, after, w, s0, s1, g
-
-
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def segments_kernel(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_sources,
@@ -189,13 +143,12 @@ def segments_kernel(
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table.
 
-    Most runs are of one id, so first gradients are read beside rows and slots, and those of the next tile while this
-    one is worked on. What follows the first is read `TAIL` gradients at a time where a tile is one segment.
+    Most runs are of one id, so the first gradients are read beside rows and slots, and before the loop over what
+    follows. More gradients or tiles in flight are slower: registers, hence fewer programs at once.
     """
     block = tl.program_id(0).to(tl.int64) // PARTS
     part = tl.program_id(0) % PARTS
@@ -207,63 +160,53 @@ def segments_kernel(
     stop = tl.minimum(cursor + share, count)
     first = block * (BLOCK + 1)
     lane = tl.arange(0, SEGMENTS)
-    ahead = tl.arange(0, TAIL)
     column = tl.arange(0, BLOCK_D)
     # a gradient may be transposed, with wide steps from column to column
     column_64 = column.to(tl.int64)
-    tag_of_first, start, end, tag, next_tag, row, source = load_segments(
+    tag_of_first, start, end, tag, next_tag, local, source = load_segments(
         p_starts, p_tags, p_rows, p_first_sources, first, cursor, stop, lane
     )
-    table, here, whole, after, w, s0, s1, g = load_tile(
-        p_table, p_slots, p_tables, p_grad, p_winners, p_order, p_coefficients, cursor, stop, tag_of_first, start, tag,
-        next_tag, row, source, lane, column, column_64, grad_column, rule_number, MODE, SLOT0, SLOT1, SEVERAL_RULES,
-        HAS_COEFFICIENTS, HAS_WINNERS, ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN, SEGMENTS,
-    )  # fmt: skip
-    row = row.to(tl.int64)
-    tag_of_first_1, start_1, end_1, tag_1, next_tag_1, row_1, source_1 = load_segments(
-        p_starts, p_tags, p_rows, p_first_sources, first, after, stop, lane
-    )
     while cursor < stop:
-        table_1, here_1, whole_1, after_1, w_1, s0_1, s1_1, g_1 = load_tile(
-            p_table, p_slots, p_tables, p_grad, p_winners, p_order, p_coefficients, after, stop, tag_of_first_1,
-            start_1, tag_1, next_tag_1, row_1, source_1, lane, column, column_64, grad_column, rule_number, MODE,
-            SLOT0, SLOT1, SEVERAL_RULES, HAS_COEFFICIENTS, HAS_WINNERS, ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN,
-            SEGMENTS,
-        )  # fmt: skip
-        tag_of_first_2, start_2, end_2, tag_2, next_tag_2, row_2, source_2 = load_segments(
-            p_starts, p_tags, p_rows, p_first_sources, first, after_1, stop, lane
+        # sorted keys: those of the first one's table come first, the rest have their turn in the next tile
+        table = tag_of_first // 2
+        here = (cursor + lane < stop) & (tag // 2 == table)
+        cursor += tl.sum(here.to(tl.int32), axis=0)
+        tag_of_next, start_1, end_1, tag_1, next_tag_1, local_1, source_1 = load_segments(
+            p_starts, p_tags, p_rows, p_first_sources, first, cursor, stop, lane
         )
+        if SEVERAL_RULES:
+            # the rows of other rules are passed by
+            here = here & (lane < tl.where(table_rule(p_tables, table) == rule_number, SEGMENTS, 0))
+        whole = here & (tag % 2 == 1) & (next_tag % 2 == 1)
+        row = local.to(tl.int64)
         dim = table_dim(p_tables, table)
         m_column = column // DIM_ALIGN * DIM_ALIGN < dim
+        m_whole = whole[:, None] & m_column[None, :]
+        if MODE == 0:
+            w, s0, s1 = load_rows(
+                p_table, p_slots, p_tables, table, row, dim, column, whole, m_whole, SLOT0, SLOT1, ALIGN, SLOT_ALIGN
+            )
+        g = load_gradients(
+            p_grad, p_winners, p_order, p_coefficients, start, source, here, column_64, m_column, grad_column,
+            HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+        )  # fmt: skip
         longest = tl.max(tl.where(here, end - start, 0), axis=0)
-        only = tl.max(start, axis=0)
         k = longest * 0 + 1
         while k < longest:
-            if SEGMENTS == 1:
-                # numbers, not blocks of one: Triton 3.6 cannot lay those out beside blocks of `TAIL`
-                j = only + k + ahead
-                inside = k + ahead < longest
-            else:
-                j = start + k
-                inside = here & (j < end)
+            j = start + k
+            inside = here & (j < end)
             next_source = tl.load(p_sources + j, mask=inside, other=0)
-            value = load_gradients(
+            g += load_gradients(
                 p_grad, p_winners, p_order, p_coefficients, j, next_source, inside, column_64, m_column, grad_column,
                 HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
             )  # fmt: skip
-            if SEGMENTS == 1:
-                g += tl.sum(value, axis=0)[None, :]
-                k += TAIL
-            else:
-                g += value
-                k += 1
+            k += 1
         line = tl.where(tag % 2 == 1, end // CHUNK * 2 + 1, start // CHUNK * 2).to(tl.int64)
         o_partial = tl.multiple_of((line * stride)[:, None], [4, 4])
         m_partial = (here & (whole == 0))[:, None] & (column // 4 * 4 < stride)[None, :]
         tl.store(p_partials + o_partial + column[None, :], g, mask=m_partial)
         if HAS_GRAD_SCALE:
             g = g * tl.load(p_grad_scale)
-        m_whole = whole[:, None] & m_column[None, :]
         if MODE == 0:
             step_rows(
                 p_table, p_slots, p_tables, p_hyper, p_steps, table, row, dim, column, whole, m_whole, g, w, s0, s1,
@@ -271,11 +214,8 @@ def segments_kernel(
             )  # fmt: skip
         else:
             store_sums(p_table, p_tables, table, row, dim, column, start, whole, m_whole, g, MODE, ALIGN)
-        cursor = after
-        table, here, whole, after, w, s0, s1, g = table_1, here_1, whole_1, after_1, w_1, s0_1, s1_1, g_1
-        start, end, tag, row = start_1, end_1, tag_1, row_1.to(tl.int64)
-        tag_of_first_1, start_1, end_1, tag_1 = tag_of_first_2, start_2, end_2, tag_2
-        next_tag_1, row_1, source_1 = next_tag_2, row_2, source_2
+        tag_of_first, start, end, tag = tag_of_next, start_1, end_1, tag_1
+        next_tag, local, source = next_tag_1, local_1, source_1
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from ..torch.initializers import initialize
 from .torch_optimizers import TorchOptimizers, moves_only_touched
 
 Gradients = Literal["auto", "sparse", "dense"]
-DENSE_ROWS = 10_000
+DENSE_ROWS = 5000
 """Tables up to this size get dense gradients by `"auto"`."""
 
 Inputs = Mapping[str, Tensor | Bags]

@@ -223,7 +223,7 @@ class TritonBackend:
                 grad.stride(1), runs.stride, number,
                 **_rule(rule), HAS_COEFFICIENTS=runs.coefficients is not None, HAS_WINNERS=winners is not None,
                 GRAD_ALIGN=_grad_align(columns, grad), BLOCK=config.block, PARTS=config.parts,
-                SEGMENTS=config.segments, TAIL=config.tail, num_warps=config.warps, **common,
+                SEGMENTS=config.segments, num_warps=config.warps, **common,
             )  # fmt: skip
         if runs.number <= config.chunk:
             return
