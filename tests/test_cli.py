@@ -176,10 +176,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "bottom": (["--model", "wdl", "--bottom", "8"], "`bottom` is DLRM's, got it for 'wdl'"),
     "choice": (["--data", "movies"], "'movies' is not one of"),
     "option": (["--speed", "9"], "No such option"),
-    "dense": (
-        ["--data", "synthetic", "--embedding-optimizer", "adam", "--unfused-gradients", "dense"],
-        "`gradients` must be sparse or auto with adam",
-    ),
 }
 
 

@@ -30,6 +30,10 @@ SMALL = {"dlrm": (("bottom", (16, 8)), ("top", (16,))), "deepfm": (("deep", (16,
          "wdl": (("deep", (16, 8)),)}  # fmt: skip
 
 
+# torch says this of its own sparse gradients
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+
+
 @pytest.fixture(autouse=True)
 def _quick_backend() -> Iterator[None]:
     with use_backend("cpu" if why_not("cpu", CPU) is None else "eager"):
@@ -127,10 +131,9 @@ def test_unfused_gradients_by_table() -> None:
     part = UnfusedEmbeddings([Lookup(field.name, field, 1, Adagrad()) for field in fields])
     assert [table.sparse for table in part.tables.values()] == [False, True]
     assert len(part.make_optimizer().param_groups) == 2
-    lazy = UnfusedEmbeddings([Lookup("small", fields[0], 1, Adam())])
+    # a dense step of Adam would move all rows
+    lazy = UnfusedEmbeddings([Lookup("small", fields[0], 1, Adam())], gradients="dense")
     assert lazy.tables["small"].sparse
-    with pytest.raises(ValueError, match="`gradients` must be sparse or auto with Adam, got 'dense'"):
-        UnfusedEmbeddings([Lookup("small", fields[0], 1, Adam())], gradients="dense")
 
 
 CRITEO_LIKE = Schema(tuple(Field(f"C{k}", 10) for k in range(1, 27)), tuple(f"I{k}" for k in range(1, 14)))
@@ -366,7 +369,7 @@ def test_learning_rates_fall_to_zero(tmp_path: Path) -> None:
 
 
 def test_a_run_learns_what_was_planted(tmp_path: Path) -> None:
-    chosen = settings(rows=7000, epochs=3, dropout=0.0)
+    chosen = settings(rows=7000, epochs=3, dropout=0.0, embedding_learning_rate=0.3)
     quality = trainer("fused", chosen, tmp_path).train()
     data = load_dataset(chosen)
     assert isinstance(data, InMemoryDataset)

@@ -74,6 +74,7 @@ void update_rows(const Learner& learner, int64_t table, const RunRange<T>& range
   const int64_t dim = learning.table.dim;
   const auto& sums = range.sums;
   RowStep<Rule, A> step(learning.hyper, learning.step, learner.grad_scale);
+  const uint64_t seed = static_cast<uint64_t>(learning.hyper[ROUNDING_SEED]);
   A* const g = range.scratch;
   A* const wide = range.scratch + range.row_size;
   for (int64_t u = range.first; u < smaller(range.last, range.first + ROWS_AHEAD); ++u)
@@ -89,6 +90,10 @@ void update_rows(const Learner& learner, int64_t table, const RunRange<T>& range
     } else {
       widen_row<T, A>(row, dim, wide);
       step(dim, wide, g, s0, s1);
+      if (seed != 0) {
+        const uint64_t element = static_cast<uint64_t>(sums.row(u) * dim);
+        round_at_random<T>(wide, dim, seed, static_cast<uint64_t>(learning.step), element);
+      }
       narrow_row<T, A>(wide, dim, row);
     }
   }

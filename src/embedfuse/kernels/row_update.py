@@ -20,6 +20,7 @@ tile, so a rule may reduce over axis 1. SLOT0 and SLOT1 are 0 for no slot, 1 per
 
 from .._triton import tl, triton
 from .descriptors import table_dim, table_offset, table_row_base, table_rule, table_slot0, table_slot1
+from .rounding import rounded_at_random
 
 SIZES = ["number", "windows", "absent", "stride", "rule_number"]
 UNALIGNED = [

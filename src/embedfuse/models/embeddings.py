@@ -90,10 +90,8 @@ class UnfusedEmbeddings(nn.Module):
         lookups: the tables.
         device: where they live.
         gradients: what `EmbeddingBag` is asked for. `"sparse"` touches only the rows of the batch, `"dense"` whole
-            tables, which is quicker where they are small; `"auto"` chooses for each table.
-
-    Raises:
-        ValueError: dense gradients for an optimizer that would then move rows that were not looked up.
+            tables, which is quicker where they are small; `"auto"` chooses for each table. Where a dense step would
+            move rows that were not looked up, as with Adam, it is sparse in any case.
     """
 
     def __init__(
@@ -146,15 +144,9 @@ class UnfusedEmbeddings(nn.Module):
 
 
 def _is_sparse(lookup: Lookup, gradients: Gradients) -> bool:
-    dense_is_right = moves_only_touched(lookup.optimizer)
-    if gradients == "auto":
-        return not dense_is_right or lookup.field.vocabulary_size > DENSE_ROWS
-    if gradients == "dense" and not dense_is_right:
-        raise ValueError(
-            f"`gradients` must be sparse or auto with {type(lookup.optimizer).__name__}, got 'dense': it would move "
-            "rows that were not looked up"
-        )
-    return gradients == "sparse"
+    if gradients == "sparse" or not moves_only_touched(lookup.optimizer):
+        return True
+    return gradients == "auto" and lookup.field.vocabulary_size > DENSE_ROWS
 
 
 def weight_shares(bags: Bags) -> Tensor:

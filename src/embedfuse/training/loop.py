@@ -160,7 +160,8 @@ class Trainer:
         total = self.steps()
         if self.settings.schedule == "constant" or total is None:
             return
-        factor = max(1 - self.parts.progress.step / total, 0.0)
+        # never quite 0, by which FTRL would divide
+        factor = max(total - self.parts.progress.step, 1) / total
         for optimizer, rates in zip(self.optimizers.values(), self._rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor

@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ..models.torch_optimizers import moves_only_touched
 from ..models.zoo import MODELS
 from ..optim import FTRL, SGD, Adagrad, AdagradMomentum, Adam, AdamW, Optimizer, RowWiseAdagrad
 
@@ -112,11 +111,6 @@ class Settings:
         for name in ("interaction", "bottom"):
             if getattr(self, name) is not None and self.model != "dlrm":
                 raise ValueError(f"`{name}` is DLRM's, got it for {self.model!r}: leave it out")
-        if self.gradients == "dense" and self.compare and not moves_only_touched(self.table_optimizer):
-            raise ValueError(
-                f"`gradients` must be sparse or auto with {self.embedding_optimizer}, got 'dense': it would move rows "
-                "that were not looked up"
-            )
 
     @property
     def table_optimizer(self) -> Optimizer:
