@@ -1,8 +1,8 @@
 """The native CPU engine against `torch.nn.EmbeddingBag`, as ratios: `python benchmarks/cpu_engine.py`.
 
 All contestants run in one process and take turns, round after round; what is printed is the ratio of the medians, with
-the medians of the first and last third beside it to show how steady the machine was. Ids are uniform. Every result is
-compared with PyTorch's before it is timed.
+those of the first and last third of the rounds beside it to show how steady the machine was. Ids are uniform. Every
+result is compared with PyTorch's before it is timed.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from embedfuse.torch.backends import Csr, Update
 from embedfuse.torch.backends.cpu import BACKEND
 
 LEARNING_RATE = 0.05
-CLOCK = time.thread_time
 
 
 @dataclass
@@ -119,15 +118,17 @@ def check(ours: Embedfuse, theirs: Torch) -> None:
     torch.testing.assert_close(ours.forward(), torch.cat(theirs.forward(), 1))
 
 
-def take_turns(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def take_turns(
+    runs: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Seconds of each run, in `rounds` rounds of all of them, after one to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
-            start = CLOCK()
+            start = clock()
             run()
             if number:
-                seconds[name].append(CLOCK() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 
@@ -155,7 +156,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="threads of the comparison with PyTorch")
+    parser.add_argument(
+        "--thread-time", action="store_true",
+        help="time what the calling thread gets of the processor, for machines that others use, too",
+    )  # fmt: skip
     arguments = parser.parse_args()
+    clock = time.thread_time if arguments.thread_time else time.perf_counter
     print(f"torch {torch.__version__}, numpy {np.__version__}, engine {cpu.isa()}, {arguments.threads} thread(s)")
     for case in (Case(26, 2048, 1, 20), Case(26, 2048, 1, 1)):
         torch.set_num_threads(arguments.threads)
@@ -166,7 +172,7 @@ def main() -> None:
             runs = {"ours": getattr(ours, part), "torch": getattr(theirs, part)}
             runs = {name: with_threads(arguments.threads, run) for name, run in runs.items()}
             runs |= {f"ours on {n}": with_threads(n, getattr(ours, part)) for n in (1, 2)}
-            seconds = take_turns(runs, arguments.rounds)
+            seconds = take_turns(runs, arguments.rounds, clock)
             print(
                 f"  {part:8} {statistics.median(seconds['ours']) * 1e3:7.2f} ms"
                 f"   over torch {ratio(seconds, 'torch', 'ours')}"
