@@ -3,7 +3,7 @@
     python benchmarks/collection.py --out collection.json [--device cuda] [--rounds 9]
 
 26 tables of 100,000 rows, dim 64, float32, batch 2048; 1, 5 and 20 ids a bag. Both sides run in one process, in turns;
-times are medians of wall time. Before anything is timed, both sides are compared: outputs, and tables after a training step.
+times are medians of wall time. Before anything is timed, both sides are compared: outputs, and tables after a step.
 """
 
 import argparse

@@ -42,9 +42,7 @@ pytestmark = needs_kernels
 @pytest.mark.parametrize("weighted", [True, False])
 def test_pooled_lookup(backend: TritonBackend, weighted: bool) -> None:
     case = make(weighted=weighted)
-    out, scale = backend.pooled_lookup(
-        case.on_device(), put(case.features), case.csr(), case.width, True, "raise"
-    )
+    out, scale = backend.pooled_lookup(case.on_device(), put(case.features), case.csr(), case.width, True, "raise")
     expected, size = judge_lookup(case)
     close(out, expected, size)
     close(scale, judge_scale(case), judge_scale(case))

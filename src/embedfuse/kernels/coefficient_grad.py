@@ -67,9 +67,9 @@ def coefficient_grad_kernel(
             column = first + tl.arange(0, BLOCK_D)
             m_column = column // DIM_ALIGN * DIM_ALIGN < dim
             grad = tl.load(p_grad + o_grad + column * grad_column, mask=m_column, other=0.0).to(tl.float32)
-            row = tl.load(
-                p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0
-            ).to(tl.float32)
+            row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
+                tl.float32
+            )
             dot += row * grad[None, :]
             first += BLOCK_D
         product = tl.sum(dot, axis=1)

@@ -57,9 +57,9 @@ def max_kernel(
         if CHECK:
             wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
         o_row = tl.multiple_of((o_table + ids * dim)[:, None], [ALIGN, ALIGN])
-        row = tl.load(
-            p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0
-        ).to(tl.float32)
+        row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
+            tl.float32
+        )
         if HAS_WEIGHTS:
             row = row * tl.where(counts, weights, 0.0)[:, None]
         first_nan = (row != row) & (best == best)

@@ -64,9 +64,9 @@ def pooled_long_kernel(
         if CHECK:
             wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
         o_row = tl.multiple_of((o_table + ids * dim)[:, None], [ALIGN, ALIGN])
-        row = tl.load(
-            p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0
-        ).to(tl.float32)
+        row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
+            tl.float32
+        )
         if HAS_WEIGHTS:
             row = row * tl.where(counts, weights, 0.0)[:, None]
         acc += tl.sum(row, axis=0)[None, :]
@@ -127,9 +127,9 @@ def pooled_short_kernel(
         if CHECK:
             wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
         o_row = tl.multiple_of((o_table + ids * dim)[:, None], [ALIGN, ALIGN])
-        row = tl.load(
-            p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0
-        ).to(tl.float32)
+        row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
+            tl.float32
+        )
         if HAS_WEIGHTS:
             row = row * tl.where(counts, weights, 0.0)[:, None]
         acc += row
