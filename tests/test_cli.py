@@ -204,6 +204,24 @@ def test_resume_with_other_settings(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "learning_rate was 0.003, now 0.5" in one_line(capsys.readouterr().err)
 
 
+def test_a_run_that_diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*TINY, "--no-compare", "--lr", "1e30", "--out", str(tmp_path)]) == 2
+    assert "the training has diverged, try a lower learning rate" in one_line(capsys.readouterr().err)
+
+
+def test_files_with_too_few_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (Path(__file__).parent / "data" / "clicks.tsv").read_text().splitlines(keepends=True)
+    command = ["train", "--data", "criteo", "--layers", "4", "--no-compare", "--buckets", "9", "--out", str(tmp_path)]
+    (tmp_path / "one.tsv").write_text(lines[0])
+    assert cli.main([*command, "--path", str(tmp_path / "one.tsv")]) == 2
+    assert "training needs at least 2 rows in a batch, got 1" in one_line(capsys.readouterr().err)
+    (tmp_path / "three.tsv").write_text("".join(lines[:3]))
+    assert cli.main([*command, "--path", str(tmp_path / "three.tsv")]) == 0
+    # there is nothing to test on
+    assert json.loads((tmp_path / "metrics.json").read_text())["models"]["fused"]["auc"] is None
+    assert "nan" in capsys.readouterr().out
+
+
 def test_flights_without_the_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -370,7 +370,8 @@ def test_parts_agree(case: Case) -> None:
     assert isinstance(optimizer, kernel.__mro__[1] if kernel.__name__.startswith("_") else kernel)
     assert kernel.slot_kinds == tuple(slot.per for slot in optimizer.slots())
     assert len(kernel.slot_kinds) <= MAX_SLOTS
-    assert kernel.native and kernel.rule is not None
+    # a native rule is optional: without one, CPU rows go through `update`
+    assert kernel.rule is not None
     hyper = optimizer.hyper(optimizer.current_learning_rate())
     assert len(hyper) == HYPER_WIDTH and all(type(value) is float for value in hyper)
 

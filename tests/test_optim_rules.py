@@ -163,7 +163,7 @@ def compile_rules() -> None:
             signature = {**floats, **others, **dict.fromkeys(constants, "constexpr")}
             source = ASTSource(fn=one_tile_kernel, signature=signature, constexprs=constants)
             triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert len(seen) == 9
+    assert len(seen) >= 9
 
 
 if __name__ == "__main__":

@@ -124,8 +124,9 @@ void bind_functions(nb::module_& module) {
       "max_lookup",
       [](const Batch& batch, Address table, int dtype, Address out, int64_t width, Address winners, bool checked,
          int threads) {
+        auto* const positions = at<int64_t>(winners);
         return run([&](const Kernels& k) {
-          return k.max_lookup(batch, at(table), dtype_of(dtype), at(out), width, at<int64_t>(winners), checked, threads);
+          return k.max_lookup(batch, at(table), dtype_of(dtype), at(out), width, positions, checked, threads);
         });
       },
       "batch"_a, "table"_a, "dtype"_a, "out"_a, "width"_a, "winners"_a, "checked"_a, "threads"_a);

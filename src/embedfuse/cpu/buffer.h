@@ -17,7 +17,7 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { free(data_); }
 
-  // Makes room for `count` elements; what was there is lost, unless there was room already. False if there is no memory.
+  // Makes room for `count` elements; what was there is lost, unless there was room already. False without memory.
   bool allocate(int64_t count) {
     if (count <= room_ && data_ != nullptr) return true;
     free(data_);

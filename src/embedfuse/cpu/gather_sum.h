@@ -1,6 +1,6 @@
 // The loop that all time is spent in: `Σ coefficient * row`, rows of any type anywhere in memory.
 //
-// Sums stay in registers, a block of columns at a time, and rows that come later are on their way from memory meanwhile.
+// Sums stay in registers, a block of columns at a time, while rows that come later are on their way from memory.
 #pragma once
 
 #include "buffer.h"
@@ -78,9 +78,10 @@ class Blocks {
 
 // All widths of a function template `NAME<types..., WIDTH, TAIL>`, as `Blocks` wants them.
 #define EMBEDFUSE_WIDTH(NAME, WIDTH, ...) {NAME<__VA_ARGS__, WIDTH, false>, NAME<__VA_ARGS__, WIDTH, true>}
-#define EMBEDFUSE_WIDTHS(NAME, ...)                                                                               \
-  {EMBEDFUSE_WIDTH(NAME, 1, __VA_ARGS__), EMBEDFUSE_WIDTH(NAME, 2, __VA_ARGS__), EMBEDFUSE_WIDTH(NAME, 3, __VA_ARGS__), \
-   EMBEDFUSE_WIDTH(NAME, 4, __VA_ARGS__), EMBEDFUSE_WIDTH(NAME, 5, __VA_ARGS__), EMBEDFUSE_WIDTH(NAME, 6, __VA_ARGS__), \
+#define EMBEDFUSE_WIDTHS(NAME, ...)                                               \
+  {EMBEDFUSE_WIDTH(NAME, 1, __VA_ARGS__), EMBEDFUSE_WIDTH(NAME, 2, __VA_ARGS__), \
+   EMBEDFUSE_WIDTH(NAME, 3, __VA_ARGS__), EMBEDFUSE_WIDTH(NAME, 4, __VA_ARGS__), \
+   EMBEDFUSE_WIDTH(NAME, 5, __VA_ARGS__), EMBEDFUSE_WIDTH(NAME, 6, __VA_ARGS__), \
    EMBEDFUSE_WIDTH(NAME, 7, __VA_ARGS__), EMBEDFUSE_WIDTH(NAME, 8, __VA_ARGS__)}
 
 }  // namespace

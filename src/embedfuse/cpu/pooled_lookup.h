@@ -16,10 +16,16 @@ struct Lookup {
   T* out;  // [bags, width]
   int64_t width;
   A* scale;  // one a bag, or null
-
-  // Lowered to the first position of an id out of range.
+  // lowered to the first position of an id out of range.
   int64_t* first_bad;
 };
+
+// The address of a row of any id, for prefetching only: out of range it is nonsense, but no overflow.
+template <class T>
+inline const T* row_unchecked(const T* rows, int64_t id, int64_t dim) {
+  const uint64_t bytes = static_cast<uint64_t>(id) * static_cast<uint64_t>(dim) * sizeof(T);
+  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(rows) + static_cast<uintptr_t>(bytes));
+}
 
 // One block of columns of some bags. If not WEIGHTED, there are no weights, and hence no flags that look at them.
 template <class T, bool WEIGHTED, int WIDTH, bool TAIL>
@@ -35,12 +41,12 @@ void sum_bags(const Lookup<T>& lookup, const BagRange& range, Columns columns) {
   T* out = lookup.out + (range.span.first_row + range.first) * width + feature.column + columns.first;
   for (int64_t bag = range.first; bag < last_bag; ++bag, out += width) {
     BlockSum<T, A, WIDTH, TAIL> sum;
-    // stores of whole lines that are not in the cache yet took twice as long (Xeon of family 6 model 207, 2025-11)
+    // stores of whole lines that are not in the cache yet took twice as long (Xeon of family 6 model 207, 2026-11)
     sum.prefetch_block_to_write(out + 2 * width);
     A total = 0;
     const int64_t end = offsets[bag + 1];
     for (int64_t position = offsets[bag]; position < end; ++position) {
-      if (position < last_ahead) sum.prefetch_block(rows + ids.id(position + columns.ahead) * dim);
+      if (position < last_ahead) sum.prefetch_block(row_unchecked(rows, ids.id(position + columns.ahead), dim));
       if (WEIGHTED ? !ids.counts(position) : !ids.in_table(position)) {
         if (ids.is_bad(position)) atomic_min(lookup.first_bad, position);
         continue;

@@ -14,7 +14,7 @@ struct Entry {
   A coefficient;
 };
 
-// Runs of equal ids: run `u` is `entries[starts[u]] .. entries[starts[u + 1]]` and belongs to row `rows[u]` of the table.
+// Runs of equal ids: run `u` is `entries[starts[u]] .. entries[starts[u + 1]]` and belongs to row `rows[u]`.
 template <class E>
 class Runs {
  public:
@@ -27,7 +27,8 @@ class Runs {
   // Sorts the ids of one table. `make(feature, bag, row, position, weight, entry)` fills in the entry of one id, or
   // returns false to leave it out. False if there is no memory.
   template <class A, class Make>
-  __attribute__((noinline)) bool build(const Batch& batch, const TableRows& table, const SpansOfTable& spans, int threads, const Make& make) {
+  __attribute__((noinline)) bool build(const Batch& batch, const TableRows& table, const SpansOfTable& spans,
+                                       int threads, const Make& make) {
     count = 0;
     const uint64_t limit = UINT32_MAX;
     const bool narrow = static_cast<uint64_t>(table.rows) < limit && static_cast<uint64_t>(spans.ids) < limit;

@@ -8,13 +8,13 @@
 namespace embedfuse {
 namespace {
 
-// Runs longer than this are summed in chunks of this length, and the chunks' sums in order: so that one hot row keeps all
+// Runs longer than this are summed in chunks of this length, and the chunks' sums in order: so one hot row keeps all
 // threads busy, and the result depends on this number only, never on the threads.
 constexpr int64_t CHUNK = 2048;
 // Consecutive runs that one thread takes at once.
 constexpr int64_t RUNS_AT_ONCE = 256;
 
-// One block of columns of the sum of `count` entries. Prefetches up to `entry_count`: those behind belong to the next row.
+// One block of columns of the sum of `count` entries. Prefetches up to `entry_count`: what follows is the next row's.
 template <class G, class A, int WIDTH, bool TAIL>
 void sum_entries(const Entry<A>* entries, int64_t count, int64_t entry_count, A* out, Columns columns) {
   BlockSum<G, A, WIDTH, TAIL> sum;

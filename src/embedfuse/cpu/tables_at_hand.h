@@ -1,4 +1,4 @@
-// Which tables an update is about, and which bags belong to each; small tables go to one thread each, large ones to all.
+// Which tables an update is about, and whose bags are which. Small tables go to one thread each, large ones to all.
 #pragma once
 
 #include "batch.h"
@@ -83,8 +83,8 @@ class SpansByTable {
   Buffer<SpansOfTable> of_table_;
 };
 
-// Calls `body(work, place, spans, threads)` for each table at hand, which returns false if there is no memory. `Work` is
-// memory that one call leaves for the next; results must not depend on which call had it before.
+// Calls `body(work, place, spans, threads)` for each table at hand, which returns false if there is no memory. `Work`
+// is memory that one call leaves for the next; results must not depend on which call had it before.
 template <class Work, class Body>
 bool for_each_table(const Batch& batch, const TablesAtHand& tables, int threads, const Body& body) {
   SpansByTable spans;

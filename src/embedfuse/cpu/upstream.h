@@ -1,4 +1,4 @@
-// The upstream gradient as rows of one type with neighbouring elements side by side, copied only if it is not like that.
+// The upstream gradient as rows of one type, neighbouring elements side by side; copied only if it is not like that.
 #pragma once
 
 #include "engine.h"

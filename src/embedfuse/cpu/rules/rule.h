@@ -41,7 +41,8 @@ class RowStep {
         weight_max_(static_cast<A>(hyper[WEIGHT_MAX])) {}
 
   // `s0` and `s1` are the row's state, `g` is used up. A call of its own, which tables of all types share.
-  __attribute__((noinline)) void operator()(int64_t dim, A* __restrict w, A* __restrict g, A* __restrict s0, A* __restrict s1) {
+  __attribute__((noinline)) void operator()(int64_t dim, A* __restrict w, A* __restrict g, A* __restrict s0,
+                                            A* __restrict s1) {
     for (int64_t i = 0; i < dim; ++i) g[i] = clip(g[i] * grad_scale_, gradient_min_, gradient_max_);
     Rule rule = rule_;
     if constexpr (Rule::ROW_SLOTS == 1) rule.begin_row(square_sum(g, dim) / static_cast<A>(dim), s0);
