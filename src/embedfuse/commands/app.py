@@ -183,7 +183,7 @@ def train(
       embedfuse train                                      a DLRM on the flights, compared
       embedfuse train --model wdl --no-compare
       embedfuse train --data criteo --path train.txt --max-steps 1000
-      embedfuse train --out runs/flights --resume          goes on after Ctrl-C
+      embedfuse train --resume                             goes on after Ctrl-C
     """
     from .train import train_command
 

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from ..data.schema import DataError
-from ..training import Interrupted, ResumeError, Settings, run
+from ..training import DivergedError, Interrupted, ResumeError, Settings, run
 from ..training.presets import preset
 from .screen import RichScreen, result_table, speed_line
 
@@ -32,7 +32,7 @@ def train_command(model: str, data: str, given: dict[str, Any], out: Path, *, re
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     try:
         metrics = run(settings, out, RichScreen(console), resume)
-    except (DataError, ResumeError, OSError) as error:
+    except (DataError, ResumeError, DivergedError, OSError) as error:
         return _fail(errors, str(error))
     except Interrupted as stop:
         errors.print(f"embedfuse: {stop}", highlight=False)

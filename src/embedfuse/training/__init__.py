@@ -3,6 +3,7 @@
 from .checkpoints import ResumeError
 from .compare import run
 from .loop import Interrupted
+from .metrics import DivergedError
 from .settings import Settings
 
-__all__ = ["Interrupted", "ResumeError", "Settings", "run"]
+__all__ = ["DivergedError", "Interrupted", "ResumeError", "Settings", "run"]

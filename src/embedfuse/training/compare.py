@@ -5,6 +5,7 @@ In `out`: `metrics.json`, `report.png`, and for each model a folder with its `ch
 
 import dataclasses
 import json
+import math
 import platform
 import shutil
 from dataclasses import asdict, dataclass
@@ -35,7 +36,7 @@ class Result:
     """Of one trained model, as written to `result.json`.
 
     `seconds` is the whole training without evaluations; step times are medians, in a comparison those of steps that
-    both models made in turn.
+    both models made in turn, and `embedding_milliseconds` those of the embeddings without the dense layers.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Result:
     steps: int
     phases: dict[str, float]
     curve: list[dict[str, float]]
+    embedding_milliseconds: float | None = None
 
 
 class Screen(Protocol):
@@ -111,7 +113,7 @@ def run(settings: Settings, out: Path, screen: Screen, resume: bool = False) -> 
         "logistic_regression": None if baseline is None else asdict(baseline),
         "models": {result.kind: asdict(result) for result in results},
     }
-    (out / METRICS).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+    (out / METRICS).write_text(json.dumps(_without_nan(metrics), indent=1, allow_nan=False), encoding="utf-8")
     draw(metrics, out / PICTURE)
     return metrics
 
@@ -160,14 +162,17 @@ def _trained(kind: Kind, dataset: Dataset, settings: Settings, out: Path, screen
 def _timed(results: list[Result], dataset: Dataset, settings: Settings, out: Path, screen: Screen) -> list[Result]:
     """The same results with step times that were taken in turn."""
     trainers: dict[str, Trainer] = {kind: _trainer(kind, dataset, settings, out / kind, screen) for kind in KINDS}
-    screen.begin("timing steps in turn", STEPS)
+    screen.begin("timing steps in turn", 2 * STEPS)
     try:
         times = time_in_turn(trainers, dataset, settings, screen.move)
     finally:
         screen.end()
     return [
-        dataclasses.replace(result, milliseconds_per_step=times[result.kind].whole, phases=times[result.kind].phases)
+        dataclasses.replace(
+            result, milliseconds_per_step=own.whole, phases=own.phases, embedding_milliseconds=own.embeddings
+        )
         for result in results
+        for own in (times[result.kind],)
     ]
 
 
@@ -182,6 +187,15 @@ def _baseline(dataset: Dataset, settings: Settings, out: Path, screen: Screen, r
         screen.end()
     file.write_text(json.dumps(asdict(baseline), indent=1), encoding="utf-8")
     return baseline
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN, which is the AUC of rows of one kind."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _clear(out: Path, screen: Screen) -> None:

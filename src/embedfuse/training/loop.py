@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.schema import Batch, Dataset
+from ..data.schema import Batch, DataError, Dataset
 from .checkpoints import Parts, Progress, load_run, save_run
 from .clock import StepClock
 from .inputs import to_torch
@@ -131,6 +131,8 @@ class Trainer:
         batch = next(batches, None)
         if batch is None:
             return False
+        if len(batch) < 2:
+            raise DataError("training needs at least 2 rows in a batch, got 1: batch normalisation compares them")
         self._set_rates()
         rows = to_torch(batch, self.device)
         clock.mark()

@@ -12,6 +12,10 @@ from ..data.schema import Batch
 from .inputs import to_torch
 
 
+class DivergedError(ArithmeticError):
+    """A model's scores are no numbers any more."""
+
+
 @dataclass(frozen=True)
 class Quality:
     """Of one model on the held-out rows."""
@@ -24,9 +28,12 @@ def auc(labels: NDArray[np.floating], scores: NDArray[np.floating]) -> float:
     """The chance that a positive row scores above a negative one, ties counting one half; NaN without both kinds.
 
     Equivalent to `np.mean([(p > n) + (p == n) / 2 for p in positives for n in negatives])`, by ranks.
+
+    Raises:
+        DivergedError: a score is NaN.
     """
     if np.isnan(scores).any():
-        raise ValueError("`scores` must be numbers, got NaN: has the training diverged? A lower learning rate may help")
+        raise DivergedError("the model scores NaN: the training has diverged, try a lower learning rate")
     positive = labels > 0.5
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives:

@@ -43,18 +43,23 @@ class RowStep {
   // `s0` and `s1` are the row's state, `g` is used up. A call of its own, which tables of all types share.
   __attribute__((noinline)) void operator()(int64_t dim, A* __restrict w, A* __restrict g, A* __restrict s0,
                                             A* __restrict s1) {
-    for (int64_t i = 0; i < dim; ++i) g[i] = clip(g[i] * grad_scale_, gradient_min_, gradient_max_);
     Rule rule = rule_;
-    if constexpr (Rule::ROW_SLOTS == 1) rule.begin_row(square_sum(g, dim) / static_cast<A>(dim), s0);
+    if constexpr (Rule::ROW_SLOTS == 1) {
+      for (int64_t i = 0; i < dim; ++i) g[i] = clipped(g[i]);
+      rule.begin_row(square_sum(g, dim) / static_cast<A>(dim), s0);
+    }
     for (int64_t i = 0; i < dim; ++i) {
       A element = w[i] - decay_ * w[i];
       A unused = 0;
-      rule(element, g[i], Rule::ELEMENT_SLOTS > 0 ? s0[i] : unused, Rule::ELEMENT_SLOTS > 1 ? s1[i] : unused);
+      const A gradient = Rule::ROW_SLOTS == 1 ? g[i] : clipped(g[i]);
+      rule(element, gradient, Rule::ELEMENT_SLOTS > 0 ? s0[i] : unused, Rule::ELEMENT_SLOTS > 1 ? s1[i] : unused);
       w[i] = clip(element, weight_min_, weight_max_);
     }
   }
 
  private:
+  A clipped(A g) const { return clip(g * grad_scale_, gradient_min_, gradient_max_); }
+
   Rule rule_;
   A grad_scale_, gradient_min_, gradient_max_, decay_, weight_min_, weight_max_;
 };
