@@ -35,6 +35,7 @@ class Case:
     longest: int
     rows: int = 100_000
     dim: int = 64
+    large_pages: bool = False
 
     def __str__(self) -> str:
         lengths = f"{self.shortest}" if self.shortest == self.longest else f"{self.shortest}-{self.longest}"
@@ -52,7 +53,11 @@ class Embedfuse:
         tables[:, T_RULE] = 0
         tables[:, T_SLOT0] = tables[:, 0]
         self.features, self.width, self.grad = torch.from_numpy(group.features), group.width, grad
-        self.arena = torch.zeros(group.size)
+        self.arena, slots = torch.zeros(group.size), torch.zeros(group.size)
+        if case.large_pages:
+            cpu.prefer_large_pages(self.arena)
+            cpu.prefer_large_pages(slots)
+        slots.fill_(0.1)
         for table, weight in zip(group.tables, weights, strict=True):
             self.arena[int(table[0]) :][: weight.numel()] = weight.view(-1)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -60,7 +65,6 @@ class Embedfuse:
         optimizer = Adagrad(LEARNING_RATE)
         hyper = torch.tensor([optimizer.hyper(LEARNING_RATE)] * case.tables, dtype=torch.float64)
         steps = torch.ones(case.tables, dtype=torch.int64)
-        slots = torch.full((group.size,), optimizer.initial_accumulator_value)
         self.update = Update(self.arena, self.features, torch.from_numpy(tables), [Adagrad], slots, hyper, steps)
         self.scale = torch.empty(0)
 
@@ -160,10 +164,12 @@ def main() -> None:
         "--thread-time", action="store_true",
         help="time what the calling thread gets of the processor, for machines that others use, too",
     )  # fmt: skip
+    parser.add_argument("--large-pages", action="store_true", help="for our tables (`prefer_large_pages`)")
     arguments = parser.parse_args()
     clock = time.thread_time if arguments.thread_time else time.perf_counter
     print(f"torch {torch.__version__}, numpy {np.__version__}, engine {cpu.isa()}, {arguments.threads} thread(s)")
-    for case in (Case(26, 2048, 1, 20), Case(26, 2048, 1, 1)):
+    for longest in (20, 1):
+        case = Case(26, 2048, 1, longest, large_pages=arguments.large_pages)
         torch.set_num_threads(arguments.threads)
         ours, theirs = contestants(case)
         check(ours, theirs)

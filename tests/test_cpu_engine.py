@@ -725,6 +725,15 @@ def test_wrong_arrays_are_refused() -> None:
         cpu.pooled_lookup(arena.astype(np.int32), features, csr, out)
 
 
+def test_large_pages_change_no_value() -> None:
+    array = np.empty(2**20, np.float32)
+    assert cpu.prefer_large_pages(array) in (True, False)
+    array[:] = 3
+    assert float(array.sum()) == 3 * 2**20
+    assert cpu.prefer_large_pages(torch.empty(2**20)) == cpu.prefer_large_pages(array)
+    assert not cpu.prefer_large_pages(np.empty(3, np.float32))
+
+
 def test_the_backend_serves_cpu_tensors_only() -> None:
     assert BACKEND.supports(torch.device("cpu"), torch.bfloat16) is None
     assert "memory of the CPU" in str(BACKEND.supports(torch.device("meta"), torch.float32))

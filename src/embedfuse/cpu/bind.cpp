@@ -7,12 +7,16 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdlib>
-#include <memory>
 #include <new>
 #include <optional>
 #include <vector>
 
 #include "engine.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -61,6 +65,17 @@ nb::tuple collect_rows(const Batch& batch, const Upstream& upstream, const Ownin
   if (owning.learner.dtype == Dtype::float64)
     return nb::make_tuple(rows, as_numpy(static_cast<double*>(found.sums), {count, dim}));
   return nb::make_tuple(rows, as_numpy(static_cast<float*>(found.sums), {count, dim}));
+}
+
+bool prefer_large_pages(Address address, int64_t bytes) {
+#ifdef __linux__
+  const auto page = static_cast<Address>(sysconf(_SC_PAGESIZE));
+  const Address first = (address + page - 1) / page * page, last = (address + static_cast<Address>(bytes)) / page * page;
+  return first < last && madvise(at(first), last - first, MADV_HUGEPAGE) == 0;
+#else
+  (void)address, (void)bytes;
+  return false;
+#endif
 }
 
 Dtype dtype_of(int code) {
@@ -189,6 +204,7 @@ NB_MODULE(_engine, module) {
     for (int rule = 0; rule < kernels().rule_count; ++rule) names.append(kernels().rule_names[rule]);
     return names;
   });
+  module.def("prefer_large_pages", prefer_large_pages, "address"_a, "bytes"_a);
   module.attr("has_threads") =
 #ifdef _OPENMP
       true;

@@ -39,13 +39,15 @@ class BlockSum {
   }
   static void prefetch_block(const T* row) {
     for (int line = 0; line < LINES; ++line) prefetch(reinterpret_cast<const char*>(row) + line * LINE);
+    // a row that does not start with a line reaches into one more
+    if (reinterpret_cast<uintptr_t>(row) % LINE != 0) prefetch(reinterpret_cast<const char*>(row) + BYTES - 1);
   }
   static void prefetch_block_to_write(T* row) {
     for (int line = 0; line < LINES; ++line) prefetch_to_write(reinterpret_cast<char*>(row) + line * LINE);
   }
 
  private:
-  static constexpr int LINES = (WIDTH * LANES<A> * static_cast<int>(sizeof(T)) + LINE - 1) / LINE;
+  static constexpr int BYTES = WIDTH * LANES<A> * static_cast<int>(sizeof(T)), LINES = (BYTES + LINE - 1) / LINE;
   static constexpr int WHOLE = TAIL ? WIDTH - 1 : WIDTH;
   Vector<A> sum_[WIDTH] = {};
 };

@@ -123,8 +123,7 @@ int64_t max_grad(const Batch& batch, const Matrix& grad, int64_t width, const in
     if (winners[i] >= 0) won[winners[i]] = true;
 
   const A* values = static_cast<const A*>(rows.row(0, 0));
-  const auto make_entry = [&](const Span& span, int64_t, int64_t bag, int64_t position, A weight,
-                              WinnerEntry<A>* entry) {
+  const auto make_entry = [&](const Span& span, int64_t bag, int64_t position, A weight, WinnerEntry<A>* entry) {
     *entry = {(span.first_row + bag) * width + span.feature->column, position, weight};
     return won[position];
   };

@@ -24,8 +24,8 @@ class Runs {
 
   int64_t entry_count() const { return count == 0 ? 0 : starts[count]; }
 
-  // Sorts the ids of one table. `make(span, place, bag, position, weight, entry)` fills in the entry of one id, or
-  // returns false to leave it out; `place` counts the table's spans, `bag` the bags of the span. False without memory.
+  // Sorts the ids of one table. `make(span, bag, position, weight, entry)` fills in the entry of one id, or returns
+  // false to leave it out; `bag` counts in the span. False if there is no memory.
   template <class A, class Make>
   __attribute__((noinline)) bool build(const Batch& batch, const TableRows& table, const SpansOfTable& spans,
                                        int threads, const Make& make) {
@@ -65,7 +65,7 @@ class Runs {
           for (int64_t position = offsets[bag]; position < offsets[bag + 1]; ++position) {
             const int64_t here = position + shift;
             const bool counts = ids.counts(position) &&
-                                make(span, s, bag, position, ids.weight(position), unsorted_.data() + here);
+                                make(span, bag, position, ids.weight(position), unsorted_.data() + here);
             items[here] = Item::of(here, counts ? ids.id(position) : table.rows);
             absent += !counts;
           }

@@ -35,19 +35,22 @@ class LinearSum {
   // For gradient rows of `dim` elements of type G.
   template <class G>
   static LinearSum of(int64_t dim) {
-    return LinearSum(Blocks<Function>(dim, LANES<A>, sizeof(G), FUNCTIONS<G>));
+    return LinearSum(Blocks<Function>(dim, LANES<A>, sizeof(G), FUNCTIONS<G>), DTYPE<G> == DTYPE<A>);
   }
   void operator()(const E* entries, int64_t count, int64_t entry_count, A* out) const {
     blocks_(entries, count, entry_count, out);
   }
+  // Whether gradient rows are of type A.
+  bool is_wide() const { return is_wide_; }
 
  private:
   using Function = void (*)(const E*, int64_t, int64_t, A*, Columns);
   template <class G>
   static constexpr Function FUNCTIONS[BLOCK][2] = EMBEDFUSE_WIDTHS(sum_entries, G, A);
 
-  explicit LinearSum(const Blocks<Function>& blocks) : blocks_(blocks) {}
+  LinearSum(const Blocks<Function>& blocks, bool is_wide) : blocks_(blocks), is_wide_(is_wide) {}
   Blocks<Function> blocks_;
+  bool is_wide_;
 };
 
 // Memory for the rows of one table after the other.
@@ -56,7 +59,6 @@ struct SumsMemory {
   Runs<E> runs;
   Buffer<int64_t> long_runs, first_chunk;
   Buffer<A> partial, scratch;
-  Buffer<char> gradient;
 };
 
 // The sums of all runs of one table, the long ones made by all threads beforehand.
@@ -108,6 +110,16 @@ class RowSums {
     }
   }
 
+  // The one entry of run `u` if there is no other, and its row can be read as it is; else null.
+  const E* only_entry(int64_t u) const {
+    return length(u) == 1 && sum_.is_wide() ? memory_.runs.entries.data() + memory_.runs.starts[u] : nullptr;
+  }
+  // Prefetches the gradient row `ahead` entries behind the first one of run `u`.
+  void prefetch_gradient(int64_t u, int64_t ahead) const {
+    const int64_t place = memory_.runs.starts[u] + ahead;
+    if (sum_.is_wide() && place < memory_.runs.entry_count())
+      prefetch_lines(memory_.runs.entries[place].row, dim_ * static_cast<int64_t>(sizeof(A)));
+  }
   int64_t count() const { return memory_.runs.count; }
   int64_t row(int64_t u) const { return memory_.runs.rows[u]; }
 
@@ -152,51 +164,15 @@ class RowSums {
   int64_t dim_, long_runs_ = 0;
 };
 
-// The columns of the upstream gradient that one table receives, side by side: spread over the whole matrix, each of its
-// rows would lie in a memory page of its own, and the processor spend its time looking for pages.
-template <class A>
-class TableGrad {
- public:
-  // False without memory.
-  __attribute__((noinline)) bool prepare(const Batch& batch, const GradRows<A>& grad, const TableRows& table,
-                                         const SpansOfTable& spans, int threads, Buffer<char>& memory) {
-    const int64_t bytes = table.dim * grad.element_bytes();
-    grad_ = &grad;
-    bags_ = batch.bags;
-    row_bytes_ = bytes;
-    // pays where a row is read often enough, and moves little
-    if (grad.row_bytes() <= 2 * bytes || spans.ids < spans.count * batch.bags / 2) return true;
-    if (!memory.allocate(spans.count * batch.bags * bytes)) return false;
-    packed_ = memory.data();
-    for (int64_t s = 0; s < spans.count; ++s) {
-      const Span span = span_of(batch, spans.spans[s]);
-      parallel_ranges(batch.bags, 256, threads, [&](int64_t first, int64_t last, int) {
-        for (int64_t bag = first; bag < last; ++bag)
-          memcpy(packed_ + (s * bags_ + bag) * bytes, grad.row(span.first_row + bag, span.feature->column),
-                 static_cast<size_t>(bytes));
-      });
-    }
-    return true;
-  }
-  const void* row(const Span& span, int64_t place, int64_t bag) const {
-    return packed_ == nullptr ? grad_->row(span.first_row + bag, span.feature->column)
-                              : packed_ + (place * bags_ + bag) * row_bytes_;
-  }
-
- private:
-  const GradRows<A>* grad_ = nullptr;
-  char* packed_ = nullptr;
-  int64_t bags_ = 0, row_bytes_ = 0;
-};
-
 // What one id receives: its weight times its bag's scale, times its bag's gradient.
 template <class A>
 struct MakeEntry {
-  const TableGrad<A>& grad;
+  const GradRows<A>& grad;
   const A* scale;  // one a bag, or null
 
-  bool operator()(const Span& span, int64_t place, int64_t bag, int64_t, A weight, Entry<A>* entry) const {
-    *entry = {grad.row(span, place, bag), scale == nullptr ? weight : weight * scale[span.first_bag + bag]};
+  bool operator()(const Span& span, int64_t bag, int64_t, A weight, Entry<A>* entry) const {
+    *entry = {grad.row(span.first_row + bag, span.feature->column),
+              scale == nullptr ? weight : weight * scale[span.first_bag + bag]};
     return true;
   }
 };
@@ -208,14 +184,12 @@ bool for_each_table_sums(const Batch& batch, const Upstream& upstream, const Tab
                          LinearSum<A> (*narrow_sum)(int64_t), int threads, const Consume& consume) {
   GradRows<A> grad;
   if (!grad.prepare(upstream.grad, dtype, batch.records * batch.bags, upstream.width, threads)) return false;
+  const MakeEntry<A> make_entry{grad, static_cast<const A*>(upstream.scale)};
   const auto make_sum = grad.is_wide() ? &LinearSum<A>::template of<A> : narrow_sum;
   using Memory = SumsMemory<A, Entry<A>>;
   return for_each_table<Memory>(
       batch, tables, threads, [&](Memory& memory, int64_t place, const SpansOfTable& spans, int own_threads) {
         const TableRows& table = tables[place];
-        TableGrad<A> table_grad;
-        if (!table_grad.prepare(batch, grad, table, spans, own_threads, memory.gradient)) return false;
-        const MakeEntry<A> make_entry{table_grad, static_cast<const A*>(upstream.scale)};
         if (!memory.runs.template build<A>(batch, table, spans, own_threads, make_entry)) return false;
         RowSums<A, LinearSum<A>> sums(memory, make_sum(table.dim), table.dim);
         return sums.prepare(own_threads) && consume(sums, place, own_threads);

@@ -8,8 +8,8 @@
 namespace embedfuse {
 namespace {
 
-// Rows to have on their way from memory while one is updated.
-constexpr int64_t ROWS_AHEAD = 6;
+// Bytes of rows and state, and gradient rows, to have on their way from memory while one row is updated.
+constexpr int64_t ROW_BYTES_AHEAD = 16384, GRADIENTS_AHEAD = 16;
 
 // Where the rows of one table that learns lie.
 template <class T>
@@ -29,12 +29,18 @@ class Learning {
   A* state(int64_t number, int slot) const {
     return slots_ + table.slots[slot] + number * state_size<Rule>();
   }
-  // Row and state will be written, so they are asked for in a condition that allows it.
   template <class Rule>
   void prefetch_row(int64_t number) const {
-    lines(row(number), table.dim * static_cast<int64_t>(sizeof(T)));
+    prefetch_lines(row(number), table.dim * static_cast<int64_t>(sizeof(T)));
     for (int slot = 0; slot < Rule::ELEMENT_SLOTS + Rule::ROW_SLOTS; ++slot)
-      lines(state<Rule>(number, slot), state_size<Rule>() * static_cast<int64_t>(sizeof(A)));
+      prefetch_lines(state<Rule>(number, slot), state_size<Rule>() * static_cast<int64_t>(sizeof(A)));
+  }
+  // Rows between the one that is updated and the one that is prefetched.
+  template <class Rule>
+  int64_t rows_ahead() const {
+    const int64_t state = state_size<Rule>() * (Rule::ELEMENT_SLOTS + Rule::ROW_SLOTS);
+    const int64_t bytes = table.dim * static_cast<int64_t>(sizeof(T)) + state * static_cast<int64_t>(sizeof(A));
+    return smaller<int64_t>(larger<int64_t>(ROW_BYTES_AHEAD / bytes, 2), 16);
   }
 
   const Table& table;
@@ -46,12 +52,6 @@ class Learning {
   int64_t state_size() const {
     return Rule::ROW_SLOTS != 0 ? 1 : table.dim;
   }
-  static void lines(const void* address, int64_t bytes) {
-    // of a very wide row the processor's own prefetcher brings the rest
-    const int64_t end = smaller<int64_t>(bytes, 16 * LINE);
-    for (int64_t byte = 0; byte < end; byte += LINE) prefetch_to_write(static_cast<const char*>(address) + byte);
-  }
-
   T* rows_;
   A* slots_;
 };
@@ -73,23 +73,30 @@ void update_rows(const Learner& learner, int64_t table, const RunRange<T>& range
   const Learning<T> learning(learner, table);
   const int64_t dim = learning.table.dim;
   const auto& sums = range.sums;
-  RowStep<Rule, A> step(learning.hyper, learning.step, learner.grad_scale);
+  const RowStep<Rule, A> step(learning.hyper, learning.step);
+  const A grad_scale = static_cast<A>(learner.grad_scale);
   const uint64_t seed = static_cast<uint64_t>(learning.hyper[ROUNDING_SEED]);
-  A* const g = range.scratch;
+  const int64_t ahead = learning.template rows_ahead<Rule>();
+  A* const summed = range.scratch;
   A* const wide = range.scratch + range.row_size;
-  for (int64_t u = range.first; u < smaller(range.last, range.first + ROWS_AHEAD); ++u)
+  for (int64_t u = range.first; u < smaller(range.last, range.first + ahead); ++u)
     learning.template prefetch_row<Rule>(sums.row(u));
   for (int64_t u = range.first; u < range.last; ++u) {
-    if (u + ROWS_AHEAD < range.last) learning.template prefetch_row<Rule>(sums.row(u + ROWS_AHEAD));
-    sums(u, g);
+    if (u + ahead < range.last) learning.template prefetch_row<Rule>(sums.row(u + ahead));
+    sums.prefetch_gradient(u, GRADIENTS_AHEAD);
+    // what one id alone gives need not be summed first, which most rows of large tables gain from
+    const Entry<A>* only = sums.only_entry(u);
+    if (only == nullptr) sums(u, summed);
+    const A* g = only == nullptr ? summed : static_cast<const A*>(only->row);
+    const A factor = only == nullptr ? grad_scale : grad_scale * only->coefficient;
     T* row = learning.row(sums.row(u));
     A* const s0 = learning.template state<Rule>(sums.row(u), 0);
     A* const s1 = learning.template state<Rule>(sums.row(u), 1);
     if constexpr (sizeof(T) == sizeof(A)) {
-      step(dim, row, g, s0, s1);
+      step(dim, row, g, factor, summed, s0, s1);
     } else {
       widen_row<T, A>(row, dim, wide);
-      step(dim, wide, g, s0, s1);
+      step(dim, wide, g, factor, summed, s0, s1);
       if (seed != 0) {
         const uint64_t element = static_cast<uint64_t>(sums.row(u) * dim);
         round_at_random<T>(wide, dim, seed, static_cast<uint64_t>(learning.step), element);

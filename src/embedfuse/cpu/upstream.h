@@ -50,13 +50,13 @@ class GradRows {
   }
   // Whether the elements are of type A. If not, they are of the tables' type, which then has two bytes.
   bool is_wide() const { return is_wide_; }
-  int64_t element_bytes() const { return is_wide_ ? static_cast<int64_t>(sizeof(A)) : 2; }
-  int64_t row_bytes() const { return row_bytes_; }
   const void* row(int64_t number, int64_t column) const {
     return data_ + number * row_bytes_ + column * element_bytes();
   }
 
  private:
+  int64_t element_bytes() const { return is_wide_ ? static_cast<int64_t>(sizeof(A)) : 2; }
+
   template <class G>
   void copy(const Matrix& grad, int64_t rows, int64_t width, int threads) {
     const G* from = static_cast<const G*>(grad.data);

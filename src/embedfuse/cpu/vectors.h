@@ -252,6 +252,12 @@ constexpr int LINE = 64;
 // Into the second level, which has room for more lines on their way than the first; that counts for random rows
 // (bags of 10 rows of 256 bytes, 600 MB of tables: 25 % less time; Xeon of family 6 model 207, 2026-11).
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+// The lines of a row; of a very wide one the processor's own prefetcher brings the rest.
+inline void prefetch_lines(const void* address, int64_t bytes) {
+  const uintptr_t start = reinterpret_cast<uintptr_t>(address), end = start + (bytes < 16 * LINE ? bytes : 16 * LINE);
+  for (uintptr_t line = start & ~uintptr_t(LINE - 1); line < end; line += LINE)
+    prefetch(reinterpret_cast<const void*>(line));
+}
 inline void prefetch_to_write(const void* address) { __builtin_prefetch(address, 1, 3); }
 
 }  // namespace
