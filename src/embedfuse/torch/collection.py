@@ -11,8 +11,7 @@ from ..config import TableConfig
 from ..optim import Optimizer, resolve
 from ..plan import PlannedFeature
 from . import ledger as ledgers
-from . import ops
-from .backends import Policy
+from .backends import Policy, accumulation_dtype
 from .functions import Layout, LookupForUpdate, PooledLookup, call, is_transformed, is_watched
 from .initializers import initialize
 from .layout import Launch, Part, assemble, part_of, plan_launch, planned_feature
@@ -53,8 +52,7 @@ class EmbeddingCollection(nn.Module):
             `loss.backward()`, for the lowest peak memory. "autograd": never by us; the tables get ordinary gradients.
         device: where the tables live.
         out_of_range: ids outside a table "raise" an IndexError (on a GPU at a later call, since checking must not
-        wait),
-            "drop" out as if absent, or are ignored, i.e. dropped without being looked for ("ignore").
+            wait), "drop" out as if absent, or are ignored, i.e. dropped without being looked for ("ignore").
         grad: in "autograd" mode, "dense" gradients or "sparse" ones (coalesced rows).
 
     Raises:
@@ -115,8 +113,7 @@ class EmbeddingCollection(nn.Module):
 
         Args:
             inputs: the nest of the features; each a `Bags`, `SparseIds`, jagged nested tensor, or a dense integer
-            tensor
-                (one row for each id, never pooled).
+                tensor (one row for each id, never pooled).
 
         Returns:
             The same nest: `[B, dim]` for bags, `[B, L, dim]` for sequences, `ids.shape + [dim]` for dense ids, of the
@@ -127,14 +124,11 @@ class EmbeddingCollection(nn.Module):
             IndexError: an id outside its table (see `out_of_range`).
         """
         parts = self._parts(inputs)
-        outputs: list[Any] = [None] * len(parts)
-        for number, group in enumerate(self._groups):
-            _launch, out = self._lookup(number, [parts[member] for member in group.members])
-            widths = [self._width(member, parts[member]) for member in group.members]
-            pieces = [out] if len(widths) == 1 else out.split(widths, 1)
-            for member, piece in zip(group.members, pieces, strict=True):
-                outputs[member] = self._shaped(member, parts[member], piece)
-        return rebuild(self.features, iter(outputs))
+        pieces = [
+            self._shaped(member, part, piece)
+            for member, (part, piece) in enumerate(zip(parts, self._pieces(parts), strict=True))
+        ]
+        return rebuild(self.features, iter(pieces))
 
     def concatenated(self, inputs: Any) -> Tensor:
         """The same lookup as one tensor `[B, sum of dims]`, features in order: no split, and no copy in backward.
@@ -147,22 +141,23 @@ class EmbeddingCollection(nn.Module):
             raise ValueError(
                 f"`concatenated` needs one batch size for all features, got {[part.bags for part in parts]}"
             )
-        if len(self._groups) == 1:
-            return self._lookup(0, parts)[1]
-        outputs: list[Any] = [None] * len(parts)
+        # one group's output is it already
+        return self._lookup(0, parts) if len(self._groups) == 1 else torch.cat(self._pieces(parts), 1)
+
+    def _pieces(self, parts: Sequence[Part]) -> list[Tensor]:
+        """The columns of each feature, `[B, copies * dim]`."""
+        pieces: list[Any] = [None] * len(parts)
         for number, group in enumerate(self._groups):
-            _, out = self._lookup(number, [parts[member] for member in group.members])
-            widths = [self._width(member, parts[member]) for member in group.members]
-            for member, piece in zip(group.members, out.split(widths, 1), strict=True):
-                outputs[member] = piece
-        return torch.cat(outputs, 1)
+            out = self._lookup(number, [parts[member] for member in group.members])
+            widths = [self._leaves[member][1].table.dim * parts[member].copies for member in group.members]
+            split = [out] if len(widths) == 1 else out.split(widths, 1)
+            for member, piece in zip(group.members, split, strict=True):
+                pieces[member] = piece
+        return pieces
 
     def _parts(self, inputs: Any) -> list[Part]:
         values = flatten(self.features, inputs)
         return [part_of(name, config, value) for (name, config), value in zip(self._leaves, values, strict=True)]
-
-    def _width(self, member: int, part: Part) -> int:
-        return self._leaves[member][1].table.dim * part.copies
 
     def _shaped(self, member: int, part: Part, piece: Tensor) -> Tensor:
         dim = self._leaves[member][1].table.dim
@@ -170,14 +165,14 @@ class EmbeddingCollection(nn.Module):
             return piece
         return piece[: part.bags].reshape(*part.shape, dim)
 
-    def _lookup(self, number: int, parts: Sequence[Part]) -> tuple[Launch, Tensor]:
+    def _lookup(self, number: int, parts: Sequence[Part]) -> Tensor:
         group = self._groups[number]
         arena = group.arena
         functional = self.update == "autograd" and (is_transformed() or not arena.is_own())
         if not functional and not torch.compiler.is_compiling() and not arena.is_whole():
             self._link()
         buffer = arena.buffer
-        ids, offsets, weights, bags = assemble(parts, ops.accumulation_dtype(buffer.dtype))
+        ids, offsets, weights, bags = assemble(parts, accumulation_dtype(buffer.dtype))
         if ids.device != buffer.device:
             raise ValueError(
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
@@ -190,9 +185,7 @@ class EmbeddingCollection(nn.Module):
         elif self.update == "autograd":
             tables, starts = list(arena.parameters), arena.starts
         else:
-            if not watched:
-                self._check_training()
-            return launch, self._lookup_for_update(slot_number, launch, buffer, ids, offsets, weights, bags, watched)
+            return self._lookup_for_update(slot_number, launch, buffer, ids, offsets, weights, bags, watched)
         layout = Layout(starts, arena.size, bags, launch.width, launch.normalised, self.out_of_range, slot_number)
         if learns and self.grad == "sparse":
             out = call(SparseGradLookup, weights, launch.features, ids, offsets, layout, *tables)
@@ -203,7 +196,8 @@ class EmbeddingCollection(nn.Module):
             )  # fmt: skip
         else:
             out, _ = call(PooledLookup, weights, launch.features, ids, offsets, layout, *tables)
-        return launch, out
+        result: Tensor = out
+        return result
 
     def _lookup_for_update(
         self, number: int, launch: Launch, buffer: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
@@ -240,7 +234,6 @@ class EmbeddingCollection(nn.Module):
                     'last lookup ran, so their rows would be updated twice. Use update="step"; evaluate under '
                     "torch.no_grad(); or call `discard()` if that backward will never run"
                 )
-            self._ledger.open += 1
 
     def discard(self) -> None:
         """Forgets gradients that wait for the optimizer, and lookups whose backward will never run."""
@@ -293,7 +286,9 @@ class EmbeddingCollection(nn.Module):
         self.__dict__["_anchor"] = nn.Parameter(torch.zeros(1, device=device))
         self.__dict__["_launches"] = {}
         previous = self.__dict__.get("_ledger")
-        self.__dict__["_ledger"] = ledgers.Ledger(on_backward=previous.on_backward if previous else None)
+        self.__dict__["_ledger"] = ledgers.Ledger(
+            self._check_training, on_backward=previous.on_backward if previous else None
+        )
         for number, group in enumerate(self._groups):
             copies = tuple(self._leaves[member][1].max_sequence_length or 1 for member in group.members)
             self._launch(number, copies)

@@ -14,11 +14,10 @@ from torch import Tensor
 from ..combiners import COMBINERS
 from ..plan import DROP_NEGATIVE_IDS
 from . import one_table
-from .backends import BadId
+from .backends import BadId, accumulation_dtype
 from .bag_arguments import FLOAT_TYPES, read, read_nested, without
 from .functions import is_transformed, is_watched
 from .max_norm import shorten_rows
-from .ops import accumulation_dtype
 
 MODES = ("sum", "mean", "sqrtn", "max")
 

@@ -148,7 +148,7 @@ class RowGrad(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_grad, _ = call(PooledLookup, weights, features, ids, offsets, flat, upstream)
         if ctx.needs_input_grad[1]:
-            _refuse(scale.shape[0] != 0)
+            ops.refuse_second_derivative(scale.shape[0] != 0)
             weights_grad = coefficient_grad(grad, weights, features, ids, offsets, scale, flat, [upstream])
         return grad_grad, weights_grad, None, None, None, None, None
 
@@ -175,7 +175,7 @@ class CoefficientGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         grad, features, ids, offsets, scale, *tables = ctx.saved_tensors
-        _refuse(scale.shape[0] != 0)
+        ops.refuse_second_derivative(scale.shape[0] != 0)
         upstream = upstream.contiguous()
         grad_grad: Tensor | None = None
         table_grads: Sequence[Tensor | None] = [None] * len(tables)
@@ -196,7 +196,7 @@ class LookupForUpdate(torch.autograd.Function):
         anchor: Tensor, weights: Tensor | None, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor,
         layout: Layout,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return ops.look_up(
+        return ops.look_up_for_update(
             table, features, ids, offsets, weights, layout.bags, layout.width, layout.normalised, layout.policy,
             layout.owner,
         )  # fmt: skip
@@ -276,11 +276,3 @@ def coefficient_grad(
         list(tables), layout.starts, layout.size, features, ids, offsets, weights, scale, grad, layout.bags
     )
     return made
-
-
-def _refuse(normalised: bool) -> None:
-    if normalised:
-        raise NotImplementedError(
-            "the gradient of a weighted mean cannot be differentiated again through the weights: normalise the weights "
-            'yourself and use mode="sum"'
-        )

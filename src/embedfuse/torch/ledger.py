@@ -34,15 +34,22 @@ class Ledger:
     """The records of one collection that wait for `optimizer.step()`.
 
     Attributes:
+        check: called before each training lookup; raises if it cannot be right.
         on_backward: what to do with a record at once (`update="backward"`); None keeps it.
         open: lookups whose backward has not run yet (counted in `update="backward"` only).
         version: changes whenever the records do.
     """
 
+    check: Callable[[], None]
     records: list[Record] = field(default_factory=list)
     on_backward: Callable[[Record], None] | None = None
     open: int = 0
     version: int = 0
+
+    def opened(self) -> None:
+        """Counts a lookup whose backward is to come."""
+        if self.on_backward is not None:
+            self.open += 1
 
     def add(self, record: Record) -> None:
         """Keeps a record, or applies it at once in `"backward"` mode."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import ledger
-from .backends import BadId, Csr, Policy, select
+from .backends import BadId, Csr, Policy, accumulation_dtype, select
 
 _lib = torch.library.Library("embedfuse", "DEF")
 _COMMON = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights, SymInt bags, SymInt width"
@@ -41,11 +41,6 @@ _lib.define(
     "coefficient_grad(Tensor[] tables, int[] starts, int size, Tensor features, Tensor ids, Tensor offsets,"
     " Tensor? weights, Tensor scale, Tensor grad, SymInt bags) -> Tensor"
 )
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type sums are made in: float64 for float64 tables, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # --- bodies --------------------------------------------------------------------------------------------------------
@@ -91,6 +86,21 @@ def look_up(
         raise IndexError(slot.bad_id(ids, offsets, bags, error.position)) from None
 
 
+def look_up_for_update(
+    table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int, width: int,
+    normalised: bool, policy: Policy, owner: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`look_up`, told to the ledger that will get the gradient; the ledger may refuse."""
+    slot = ledger.find(owner)
+    if slot is not None:
+        slot.ledger.check()
+    found = look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
+    if slot is not None:
+        # after the lookup: one that raises has no backward to wait for
+        slot.ledger.opened()
+    return found
+
+
 def _pooled_lookup(
     tables: list[Tensor], starts: list[int], size: int, features: Tensor, ids: Tensor, offsets: Tensor,
     weights: Tensor | None, bags: int, width: int, normalised: bool, policy: Policy, owner: int,
@@ -103,7 +113,7 @@ def _lookup_for_update(
     anchor: Tensor, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int,
     width: int, normalised: bool, policy: Policy, owner: int, call: int, compiled: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
+    return look_up_for_update(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
 
 
 def finish_backward(
@@ -214,11 +224,12 @@ def views_of(flat: Tensor, shapes: Sequence[torch.Size], starts: Sequence[int]) 
     return [flat[start : start + shape.numel()].view(shape) for shape, start in zip(shapes, starts, strict=True)]
 
 
-def _refuse_second_derivative(normalised: bool, weights: Tensor | None, needed: bool) -> None:
-    if normalised and weights is not None and needed:
+def refuse_second_derivative(normalised: bool) -> None:
+    """Raises where weights that the sum was divided by would be differentiated twice."""
+    if normalised:
         raise NotImplementedError(
             "the gradient of a weighted mean cannot be differentiated again through the weights: normalise the weights "
-            'yourself and use combiner="sum"'
+            'yourself and pool by "sum"'
         )
 
 
@@ -262,7 +273,7 @@ def _row_grad_backward(ctx: Any, upstream: Any) -> Any:
     normalised = scale.shape[0] != 0
     grad_grad = weights_grad = None
     if ctx.needs_input_grad[5]:
-        _refuse_second_derivative(normalised, weights, True)
+        refuse_second_derivative(normalised)
         weights_grad = torch.ops.embedfuse.coefficient_grad(
             [upstream.contiguous()], [0], ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
         )
@@ -278,16 +289,15 @@ torch.library.register_autograd("embedfuse::row_grad", _row_grad_backward, setup
 
 
 def _save_coefficient_grad(ctx: Any, inputs: Any, output: Any) -> None:
-    tables, starts, size, features, ids, offsets, weights, scale, grad, bags = inputs
+    tables, starts, size, features, ids, offsets, _weights, scale, grad, bags = inputs
     ctx.count, ctx.starts, ctx.size, ctx.bags, ctx.width = len(tables), starts, size, bags, grad.shape[1]
-    ctx.save_for_backward(*tables, features, ids, offsets, weights, scale, grad)
+    ctx.save_for_backward(*tables, features, ids, offsets, scale, grad)
 
 
 def _coefficient_grad_backward(ctx: Any, upstream: Any) -> Any:
     saved = ctx.saved_tensors
-    tables, (features, ids, offsets, weights, scale, grad) = saved[: ctx.count], saved[ctx.count :]
-    normalised = scale.shape[0] != 0
-    _refuse_second_derivative(normalised, weights, True)
+    tables, (features, ids, offsets, scale, grad) = saved[: ctx.count], saved[ctx.count :]
+    refuse_second_derivative(scale.shape[0] != 0)
     ones = scale.new_empty(0)
     result: list[Any] = [None] * 10
     result[0] = [None] * ctx.count

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..plan import ROWS
-from .backends import Csr, Policy, select
-from .ops import accumulation_dtype
+from .backends import Csr, Policy, accumulation_dtype, select
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _BATCH = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights"

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..optim import Optimizer
 from ..optim.base import ROUNDING_SEED
 from ..plan import ALIGNMENT, FROZEN, T_RULE, T_SLOT0
-from .ops import accumulation_dtype
+from .backends import accumulation_dtype
 from .tables import Arena
 
 

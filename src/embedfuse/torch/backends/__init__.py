@@ -22,6 +22,11 @@ Name = Literal["auto", "triton", "cpu", "eager"]
 NAMES = ("triton", "cpu", "eager")
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type sums are made in: float64 for float64 tables, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Csr(NamedTuple):
     """The ids of all features of a group, feature after feature, and within a feature bag after bag.
 

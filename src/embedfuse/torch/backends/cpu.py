@@ -6,13 +6,9 @@ from torch import Tensor
 from ... import cpu
 from ...optim.base import apply_rule
 from ...plan import FROZEN, T_OFFSET, T_RULE, T_SLOT0
-from . import BadId, Csr, Policy, Update
-from .eager import _view as view_of_table
+from . import BadId, Csr, Policy, Update, accumulation_dtype
+from .eager import view_of_table
 from .rounding import rounded
-
-
-def _accumulation(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _packed(csr: Csr) -> Csr:
@@ -40,7 +36,7 @@ class CpuBackend:
         self, table: Tensor, features: Tensor, csr: Csr, width: int, normalised: bool, policy: Policy
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty((csr.bags, width), dtype=table.dtype)
-        scale = torch.empty(features.shape[0] * csr.bags if normalised else 0, dtype=_accumulation(table.dtype))
+        scale = torch.empty(features.shape[0] * csr.bags if normalised else 0, dtype=accumulation_dtype(table.dtype))
         bad = cpu.pooled_lookup(
             table, features, _packed(csr), out, scale, checked=policy == "raise", threads=torch.get_num_threads()
         )
@@ -104,10 +100,10 @@ class CpuBackend:
 
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
         total = cpu.row_square_sum(update, _packed(csr), scale.contiguous(), grad, threads=torch.get_num_threads())
-        return torch.tensor(total, dtype=_accumulation(update.table.dtype))
+        return torch.tensor(total, dtype=accumulation_dtype(update.table.dtype))
 
     def coefficient_grad(self, table: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
-        out = torch.empty(csr.ids.shape[0], dtype=_accumulation(table.dtype))
+        out = torch.empty(csr.ids.shape[0], dtype=accumulation_dtype(table.dtype))
         cpu.coefficient_grad(
             table, features, _packed(csr), scale.contiguous(), grad, out, threads=torch.get_num_threads()
         )

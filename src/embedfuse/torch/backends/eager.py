@@ -34,7 +34,7 @@ from ...plan import (
     T_SLOT0,
     TABLE,
 )
-from . import BadId, Csr, Policy, Update
+from . import BadId, Csr, Policy, Update, accumulation_dtype
 from .rounding import rounded
 
 PIECE = 64
@@ -61,10 +61,6 @@ class _Ids(NamedTuple):
 # --- reading the batch ---------------------------------------------------------------------------------------------
 
 
-def _accumulation(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _read(features: Tensor, csr: Csr, dtype: torch.dtype, policy: Policy = "drop") -> _Ids:
     bags, count = max(csr.bags, 1), max(features.shape[0], 1)
     lengths = csr.offsets.diff()
@@ -77,7 +73,7 @@ def _read(features: Tensor, csr: Csr, dtype: torch.dtype, policy: Policy = "drop
         bad = ~inside & ~((ids < 0) & (flags & DROP_NEGATIVE_IDS != 0))
         if bool(bad.any()):
             raise BadId(int(bad.nonzero()[0]))
-    weight = None if csr.weights is None else csr.weights.to(_accumulation(dtype))
+    weight = None if csr.weights is None else csr.weights.to(accumulation_dtype(dtype))
     if weight is not None:
         inside &= ~((flags & DROP_NONPOSITIVE_WEIGHTS != 0) & (weight <= 0))
     position = inside.nonzero().squeeze(1)
@@ -132,7 +128,7 @@ def _windows(flat: Tensor, dim: int) -> Tensor:
 
 def _rows_of(base: Tensor, start: Tensor, dim: int) -> Callable[[slice], Tensor]:
     """A function that gathers the rows which start at those elements, `[n, dim]`, in the accumulation type."""
-    dtype = _accumulation(base.dtype)
+    dtype = accumulation_dtype(base.dtype)
     if start.shape[0] == 0:
         return lambda part: base.new_empty((0, dim), dtype=dtype)
     low = int(start.min())
@@ -240,7 +236,7 @@ def _summed(
 
     For each: its number, the rows in the batch `[U]`, the element where each starts `[U]`, their gradients `[U, dim]`.
     """
-    ids, accumulation = _read(features, csr, dtype), _accumulation(dtype)
+    ids, accumulation = _read(features, csr, dtype), accumulation_dtype(dtype)
     key, order = (features[:, ROW_BASE][ids.feature] + ids.id).sort(stable=True)
     ids = ids.take(order)
     factor, start = _coefficients(ids, scale, accumulation), _start(features, ids)
@@ -272,7 +268,7 @@ class EagerBackend:
     def pooled_lookup(
         self, table: Tensor, features: Tensor, csr: Csr, width: int, normalised: bool, policy: Policy
     ) -> tuple[Tensor, Tensor]:
-        dtype = _accumulation(table.dtype)
+        dtype = accumulation_dtype(table.dtype)
         ids = _read(features, csr, table.dtype, policy)
         scale = _scales(features, csr, ids, dtype) if normalised else table.new_empty(0, dtype=dtype)
         out = table.new_zeros((csr.bags, width))
@@ -293,8 +289,8 @@ class EagerBackend:
                 g = g * update.grad_scale
             table = tables[number]
             rule = update.rules[table[T_RULE]]
-            weights = _view(update.table, table, T_OFFSET, "element")
-            slots = [_view(update.slots, table, T_SLOT0 + i, kind) for i, kind in enumerate(rule.slot_kinds)]
+            weights = view_of_table(update.table, table, T_OFFSET, "element")
+            slots = [view_of_table(update.slots, table, T_SLOT0 + i, kind) for i, kind in enumerate(rule.slot_kinds)]
             old = tuple(slot.index_select(0, rows) for slot in slots)
             w = weights.index_select(0, rows).to(g.dtype)
             w, new = apply_rule(rule, w, g, old, update.hyper[number], update.steps[number], torch)
@@ -311,7 +307,7 @@ class EagerBackend:
     @torch.no_grad()
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
         learning = {number for number, rule in enumerate(update.tables[:, T_RULE].tolist()) if rule != FROZEN}
-        kind, dtype = update.table.dtype, _accumulation(update.table.dtype)
+        kind, dtype = update.table.dtype, accumulation_dtype(update.table.dtype)
         squares = [g.square().sum(1) for _, _, _, g in _summed(update.features, csr, scale, grad, kind, learning)]
         flat = torch.cat([*squares, torch.zeros(1, dtype=dtype, device=grad.device)])
         whole = torch.full((1,), flat.shape[0], device=grad.device)
@@ -319,7 +315,7 @@ class EagerBackend:
 
     @torch.no_grad()
     def coefficient_grad(self, table: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
-        dtype = _accumulation(table.dtype)
+        dtype = accumulation_dtype(table.dtype)
         ids = _read(features, csr, table.dtype)
         dots = torch.zeros(csr.ids.shape[0], dtype=dtype, device=table.device)
         for dim, _, mine in _by_width(features, ids):
@@ -350,7 +346,7 @@ class EagerBackend:
 
         The first of equal values wins, and the first NaN over all numbers.
         """
-        dtype = _accumulation(table.dtype)
+        dtype = accumulation_dtype(table.dtype)
         ids = _read(features, csr, table.dtype, policy)
         out = table.new_zeros((csr.bags, width))
         winners = torch.full((csr.bags, width), -1, device=table.device)
@@ -372,7 +368,7 @@ class EagerBackend:
     @torch.no_grad()
     def max_grad(self, out: Tensor, features: Tensor, csr: Csr, winners: Tensor, grad: Tensor) -> None:
         """`w * grad` of each element that won, summed into `out` (flat, zero on entry) at its element of the table."""
-        dtype = _accumulation(out.dtype)
+        dtype = accumulation_dtype(out.dtype)
         dims = features[:, DIM]
         number = torch.repeat_interleave(torch.arange(dims.shape[0], device=grad.device), dims)
         lane = torch.arange(number.shape[0], device=grad.device) - (dims.cumsum(0) - dims)[number]
@@ -390,7 +386,7 @@ class EagerBackend:
         out[start[leaders]] = _sum_runs(lambda part: values[part, None], lengths, 1, dtype).squeeze(1).to(out.dtype)
 
 
-def _view(base: Tensor, table: list[Any], column: int, kind: str) -> Tensor:
+def view_of_table(base: Tensor, table: list[Any], column: int, kind: str) -> Tensor:
     """A table, or one of its slots, whose start is in `column` of its descriptors: `[rows, dim]` or `[rows, 1]`."""
     rows, dim = table[T_ROWS], table[T_DIM] if kind == "element" else 1
     return _span(base, table[column], table[column] + rows * dim).view(rows, dim)
