@@ -19,6 +19,7 @@ from embedfuse.plan import (
     DROP_NEGATIVE_IDS,
     DROP_NONPOSITIVE_WEIGHTS,
     FROZEN,
+    NO_DEFAULT,
     T_DIM,
     T_OFFSET,
     T_ROWS,
@@ -38,7 +39,7 @@ class Case:
     """One workload.
 
     Attributes:
-        tables: `(rows, dim)` of each.
+        tables: `(rows, dim)` of each, or `(rows, dim, max_norm)`.
         features: what is looked up where.
         bags: B.
         lengths: ids of a bag are at least and at most so many, evenly spread.
@@ -50,7 +51,7 @@ class Case:
     """
 
     name: str
-    tables: tuple[tuple[int, int], ...]
+    tables: tuple[tuple[int, int] | tuple[int, int, float], ...]
     features: tuple[PlannedFeature, ...]
     bags: int
     lengths: tuple[int, int] = (0, 4)
@@ -61,9 +62,9 @@ class Case:
     dtype: str = "float32"
 
 
-def one(table: int = 0, combiner: str = "sum", flags: int = 0) -> PlannedFeature:
+def one(table: int = 0, combiner: str = "sum", flags: int = 0, default_id: int = NO_DEFAULT) -> PlannedFeature:
     """A feature, in short."""
-    return PlannedFeature(table, combiner, flags)
+    return PlannedFeature(table, combiner, flags, default_id)
 
 
 def each(tables: int, combiner: str = "sum") -> tuple[PlannedFeature, ...]:
@@ -101,6 +102,16 @@ CASES = {
         Case("zipf", ((1000, 7),), (one(0, "mean"),), bags=16, lengths=(10, 30), ids="zipf"),
         Case("many_tables", tuple((3 + i, 4) for i in range(40)), each(40, "mean"), bags=2),
         Case("many_features", ((20, 4),), tuple(one(0) for _ in range(30)), bags=2, lengths=(1, 1)),
+        # rows have lengths of about 0.58 √dim
+        Case("cut", ((10, 4, 1.0), (9, 6, 1.5), (7, 3)), (one(0), one(1, "sqrtn"), one(2, "mean"), one(1, "mean")),
+             bags=6, weights="positive"),
+        Case("cut_to_nothing", ((6, 5, 0.0), (5, 3, 100.0)), each(2, "mean"), bags=4),
+        Case("cut_odd", ((9, 1, 0.5), (6, 63, 4.5), (12, 130, 6.5)), (one(0), one(1, "mean"), one(2, "sqrtn")), bags=5,
+             weights="signed", absent=0.2),
+        Case("cut_hot_row", ((20, 9, 1.7),), (one(0, "mean"),), bags=6, lengths=(60, 90), ids="hot"),
+        Case("cut_wide", ((5, 1030, 18.5), (4, 2, 1.0)), (one(0, "mean"), one(1)), bags=3, weights="positive"),
+        Case("defaults", ((10, 4), (6, 3), (8, 2)), (one(0, "sum", DROP_NEGATIVE_IDS, 3), one(1, "mean", DROP_BOTH),
+             one(2, "sqrtn", DROP_BOTH, 0)), bags=9, lengths=(-2, 3), weights="signed", absent=0.4),
         Case("wide", ((9, 1028), (5, 1536)), (one(0), one(1, "mean")), bags=3),
         Case("very_wide", ((6, 4096),), (one(0, "mean"),), bags=2, weights="positive"),
     )
@@ -140,6 +151,11 @@ class Workload:
     csr: Csr
     grad: Tensor  # [R * B, width]
     longest: int  # terms of the longest sum that any op makes
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any table has a MAX_NORM."""
+        return any(len(table) > 2 for table in self.case.tables)
 
     def judged(self) -> tuple[np.ndarray, np.ndarray, reference.Csr, np.ndarray]:
         """Arena, features, ids and gradient as the judge takes them."""
@@ -210,7 +226,7 @@ def _longest_sum(case: Case, csr: Csr) -> int:
     count, per_feature = len(case.features), np.diff(offsets).reshape(-1, max(case.bags, 1)).sum(1)
     tables = np.repeat([case.features[i % count].table for i in range(len(per_feature))], per_feature)
     _, repeats = np.unique(np.stack([tables, ids]), axis=1, return_counts=True)
-    return max(bag, int(repeats.max(initial=0)), max(dim for _, dim in case.tables))
+    return max(bag, int(repeats.max(initial=0)), max(table[1] for table in case.tables))
 
 
 def build(case: Case, device: str = "cpu", records: int = 1, seed: int = 0, measured: bool = True) -> Workload:

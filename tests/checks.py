@@ -11,8 +11,8 @@ from torch import Tensor
 
 from embedfuse import reference
 from embedfuse.optim import Optimizer
-from embedfuse.plan import COLUMN, DIM
-from embedfuse.torch.backends import Backend, Update
+from embedfuse.plan import COLUMN, DIM, NO_MAX_NORM, T_MAX_NORM
+from embedfuse.torch.backends import Backend, Rows, Shards, Update
 
 NUDGE = 1e-4
 """By which part the gradient is changed to see how a step depends on it."""
@@ -61,13 +61,13 @@ def check_lookup(work: Workload, backend: Backend) -> Tensor:
 
 def check_row_grad(work: Workload, backend: Backend, into: torch.dtype | None = None) -> Tensor:
     """`row_grad`, which leaves all other elements of its output at 0."""
-    _, features, csr, grad = work.judged()
+    table, features, csr, grad = work.judged()
     scale = scale_of(work)
     out = torch.zeros_like(work.table, dtype=into)
-    backend.row_grad(out, work.features, work.csr, scale, work.grad)
-    expected, magnitude = (
-        reference.row_grad(work.group.size, features, csr, numbers(scale), grad, absolute) for absolute in (False, True)
-    )
+    rows = Rows(work.table, work.tables) if work.is_cut else None
+    backend.row_grad(out, work.features, work.csr, scale, work.grad, rows)
+    arguments = work.group.size, work.group.tables, features, csr, numbers(scale), grad
+    expected, magnitude = (reference.row_grad(*arguments, absolute, table) for absolute in (False, True))
     dtype = str(out.dtype).removeprefix("torch.")
     assert_close(numbers(out), expected, sum_bound(expected, magnitude, dtype, work.longest), "row_grad")
     return out
@@ -93,11 +93,12 @@ def check_square_sum(work: Workload, backend: Backend, update: Update) -> Tensor
     """`row_square_sum`."""
     scale, kind = scale_of(work), accumulation(work.case.dtype)
     out = backend.row_square_sum(update, work.csr, scale, work.grad)
-    _, features, csr, grad = work.judged()
+    table, features, csr, grad = work.judged()
     arguments = csr, numbers(scale), grad
     expected = reference.row_square_sum(judged_update(update), *arguments)
-    sums = reference.row_sums(features, *arguments)
-    magnitudes = reference.row_sums(features, *arguments, absolute=True)
+    sums, magnitudes = (
+        reference.row_sums(table, work.group.tables, features, *arguments, absolute) for absolute in (False, True)
+    )
     # each element's error is squared with it
     magnitude = expected + 2 * sum(float(np.sum(np.abs(sums[key]) * magnitudes[key])) for key in sums)
     assert (out.numel(), out.dtype) == (1, getattr(torch, kind))
@@ -140,8 +141,10 @@ def check_step(
         reference.row_update(before._replace(grad_scale=before.grad_scale * (1 + by)), *arguments)
         for by in (NUDGE, -NUDGE)
     )
+    uncut = work.group.tables.copy()
+    uncut[:, T_MAX_NORM] = NO_MAX_NORM
     touched = reference.row_grad(
-        work.group.size, before.features, arguments[0], np.zeros(0), np.ones_like(arguments[2])
+        work.group.size, uncut, before.features, arguments[0], np.zeros(0), np.ones_like(arguments[2])
     )
     places = zip(("table", "slots"), (update.table, update.slots), before[:5:4], expected, up, down, strict=True)
     for name, actual, old, new, high, low in places:
@@ -169,3 +172,16 @@ def check_max(work: Workload, backend: Any) -> None:
         reference.max_grad(work.group.size, features, csr, won, grad, absolute) for absolute in (False, True)
     )
     assert_close(numbers(flat), expected, sum_bound(expected, magnitude, dtype, work.longest), "max_grad")
+
+
+def check_prepared(work: Workload, backend: Backend, shards: Shards | None = None) -> None:
+    """`prepare_ids`, to the last bit."""
+    _, features, csr, _ = work.judged()
+    made = backend.prepare_ids(work.features, work.csr, shards, "drop")
+    expected = reference.prepare_ids(features, csr, *(() if shards is None else (numbers(shards[0]), *shards[1:])))
+    for name, actual, right in zip(made._fields, made, expected, strict=True):
+        assert (actual is None) == (right is None), name
+        if actual is not None:
+            assert_same_bits(numbers(actual), right, name)
+            kind = work.csr.weights.dtype if name == "weights" and work.csr.weights is not None else torch.int64
+            assert actual.dtype == kind, name

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from checks import (
     check_coefficient_grad,
     check_lookup,
     check_max,
+    check_prepared,
     check_row_grad,
     check_square_sum,
     check_update,
@@ -24,12 +26,12 @@ from torch import Tensor
 from embedfuse.combiners import COMBINERS
 from embedfuse.optim import FTRL, OPTIMIZERS, SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from embedfuse.plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, PlannedFeature
-from embedfuse.torch.backends import Backend
+from embedfuse.torch.backends import Backend, BadId, Shards
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-SLOW = {"wide", "very_wide", "zipf", "many_tables", "hot_row", "same_row"}
+SLOW = {"cut_wide", "wide", "very_wide", "zipf", "many_tables", "hot_row", "same_row"}
 """Not for the interpreter."""
-FEW = {"dropping", "no_ids"}
+FEW = {"dropping", "no_ids", "cut"}
 """What the interpreter has time for in types other than float32."""
 
 
@@ -90,6 +92,50 @@ def test_row_update(work: Workload, backend: Backend) -> None:
 
 def test_max(work: Workload, backend: Backend) -> None:
     check_max(work, backend)
+
+
+def test_prepare_ids(work: Workload, backend: Backend) -> None:
+    check_prepared(work, backend)
+
+
+@pytest.mark.parametrize("modulo", [False, True])
+@pytest.mark.parametrize("sizes", [(7,), (3, 2, 2), (1, 5, 0, 9), (2, 2, 2, 2, 2, 1), (6, 1, 3)])
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_prepare_ids_of_shards(sizes: tuple[int, ...], modulo: bool, index: Any, backend: Backend, device: str) -> None:
+    work, shards = sharded(sizes, modulo, index, device)
+    check_prepared(work, backend, shards)
+
+
+@pytest.mark.parametrize("policy", ["raise", "ignore"])
+@pytest.mark.parametrize("modulo", [False, True])
+def test_prepare_ids_tells_the_first_bad_one(modulo: bool, policy: Any, backend: Backend, device: str) -> None:
+    work, shards = sharded((4, 1, 3), modulo, "int64", device)
+    # with `modulo`, id 4 is row 1 of the shard that has one
+    work.csr.ids.copy_(torch.tensor([0, 4, 8, -1, 3]) if modulo else torch.tensor([0, 7, 8, 9, -1]))
+    position = 1 if modulo else 2
+    if policy == "ignore":
+        made = backend.prepare_ids(work.features, work.csr, shards, policy)
+        assert numbers(made.rows)[numbers(made.places)].tolist()[position] == -1
+    elif device == "cpu":
+        with pytest.raises(BadId) as caught:
+            backend.prepare_ids(work.features, work.csr, shards, policy)
+        assert caught.value.position == position
+    work.csr.ids.fill_(0)
+    backend.prepare_ids(work.features, work.csr, shards, policy)
+
+
+def sharded(sizes: tuple[int, ...], modulo: bool, index: Any, device: str) -> tuple[Workload, Shards]:
+    """Ids of one table, some absent, and where its shards lie, out of order and with gaps."""
+    dim, rows = 3, sum(sizes)
+    lengths = (1, 1) if rows == 8 else (0, 4)
+    feature = one(0, "mean", 0 if rows == 8 else DROP_NEGATIVE_IDS, 1)
+    case = Case("sharded", ((rows, dim),), (feature,), bags=5 if rows == 8 else 9, lengths=lengths, absent=0.2,
+                index=index)  # fmt: skip
+    described = torch.zeros(len(sizes), 3, dtype=torch.int64)
+    described[:, 1] = torch.tensor(sizes)
+    described[:, 0] = described[:, 1].cumsum(0) - described[:, 1]
+    described[:, 2] = torch.arange(len(sizes)).flip(0) * 1000 + 7
+    return draw(case, device), Shards(described.to(device), modulo, 5)
 
 
 # --- several records, other gradients ------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from embedfuse.plan import (
     FLAGS,
     FROZEN,
     MOMENT,
+    NO_DEFAULT,
+    NO_MAX_NORM,
     OFFSET,
     POWER,
     ROW_BASE,
@@ -26,6 +28,8 @@ from embedfuse.plan import (
     TABLE,
     TABLE_WIDTH,
     PlannedFeature,
+    bits_of,
+    number_of,
     plan_group,
 )
 
@@ -78,9 +82,15 @@ def test_features_know_their_table_and_own_their_columns(
 
 
 def test_a_plan_by_hand() -> None:
-    group = plan_group([(10, 4), (3, 5)], [PlannedFeature(1, "mean", 3), PlannedFeature(0, "sum")])
-    assert group.tables[:, :4].tolist() == [[0, 10, 4, 0], [64, 3, 5, 10]]
-    assert group.features.tolist() == [[1, 64, 3, 5, 0, 10, 1, 2, 3], [0, 0, 10, 4, 5, 0, 0, 0, 0]]
+    group = plan_group([(10, 4), (3, 5, 2.5)], [PlannedFeature(1, "mean", 3, 2), PlannedFeature(0, "sum")])
+    cut = int(np.float64(2.5).view(np.int64))
+    assert group.tables.tolist() == [
+        [0, 10, 4, 0, FROZEN, 0, 0, 0, NO_MAX_NORM], [64, 3, 5, 10, FROZEN, 0, 0, 64, cut],
+    ]  # fmt: skip
+    assert group.features.tolist() == [
+        [1, 64, 3, 5, 0, 10, 1, 2, 3, 5, cut, 2], [0, 0, 10, 4, 5, 0, 0, 0, 0, 4, NO_MAX_NORM, NO_DEFAULT],
+    ]  # fmt: skip
+    assert number_of(cut) == 2.5 and bits_of(2.5) == cut
     assert (group.size, group.width, group.rows, group.normalised) == (96, 9, 13, True)
 
 

@@ -14,7 +14,7 @@ from tolerance import assert_close, assert_same_bits
 from torch import Tensor
 
 from embedfuse.optim import SGD, Adagrad, Adam, RowWiseAdagrad
-from embedfuse.plan import DROP_NEGATIVE_IDS, OFFSET, ROW_BASE, T_OFFSET, T_ROW_BASE, TABLE
+from embedfuse.plan import DROP_NEGATIVE_IDS, OFFSET, ROW_BASE, STRIDE, T_OFFSET, T_ROW_BASE, TABLE
 from embedfuse.torch.backends import Backend, BadId, Csr
 
 NOTHING = torch.zeros(0)
@@ -197,6 +197,7 @@ def test_elements_past_31_bits(backend: Backend, device: str, interpreted: bool)
     # memory is only taken where it is touched
     table = torch.from_numpy(np.zeros(rows * dim, np.float16)).to(device)
     work.group.features[0, 2:4] = work.group.tables[0, 1:3] = rows, dim
+    work.group.features[0, STRIDE] = dim
     csr = Csr(torch.tensor([rows - 1], device=device), torch.tensor([0, 1], device=device), None, 1)
     work = replace(
         work, table=table, csr=csr, features=torch.from_numpy(work.group.features).to(device),

@@ -1,5 +1,6 @@
 """What a user declares: tables, and the features that read them. Plain, immutable, checked on construction."""
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,28 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}")
+
+
+def check_max_norm(value: Any) -> None:
+    """Raises ValueError unless `value` is None or a length to cut rows to."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
+        raise ValueError(
+            f"`max_norm` must be a number of at least 0, or None to take rows as long as they are, got {value!r}"
+        )
+
+
+def check_default_id(value: Any, rows: int) -> None:
+    """Raises unless `value` is None or a row of a table of that many."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"`default_id` must be an int, or None to give zeros for an empty bag, got {type(value).__name__}"
+        )
+    if not 0 <= int(value) < rows:
+        raise ValueError(f"`default_id` must be a row of the table, 0 to {rows - 1}, got {value}")
 
 
 def _check_combiner(value: Any) -> None:
@@ -36,9 +59,11 @@ class TableConfig:
         dtype: storage type, "float32", "float16", "bfloat16" or "float64". Sums are made in float32 at least.
         stochastic_rounding: updates of a 16-bit table round up or down at random, so that steps smaller than the
             spacing of its numbers count on average; the same seed gives the same bits.
+        max_norm: a row that is longer (Euclidean norm) is cut to this length whenever it is looked up, before weights
+            and pooling, as TensorFlow's `max_norm` does; the table itself keeps it. Gradients are those of the cut.
 
     Raises:
-        ValueError: a size below 1, an unknown combiner, optimizer or dtype.
+        ValueError: a size below 1, an unknown combiner, optimizer or dtype, a negative `max_norm`.
     """
 
     vocabulary_size: int
@@ -49,6 +74,7 @@ class TableConfig:
     name: str | None = None
     dtype: str = "float32"
     stochastic_rounding: bool = False
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         _check_count("vocabulary_size", self.vocabulary_size, 1)
@@ -66,6 +92,7 @@ class TableConfig:
             raise ValueError(
                 f"`stochastic_rounding` must be False for {self.dtype} tables, whose steps are exact: use 16 bits"
             )
+        check_max_norm(self.max_norm)
         object.__setattr__(self, "optimizer", resolve(self.optimizer))
 
 
@@ -82,10 +109,11 @@ class FeatureConfig:
         output_shape: shape of the output without `dim`; its product is the number of bags.
         name: name in messages; the key under which the feature is given if None.
         combiner: overrides the table's.
+        default_id: the row, at weight 1, that a bag gives in which no id is left; None gives zeros.
 
     Raises:
         ValueError: a value of the wrong kind or range.
-        TypeError: `table` is not a `TableConfig`.
+        TypeError: `table` is not a `TableConfig`, or `default_id` not an int.
     """
 
     table: TableConfig
@@ -94,6 +122,7 @@ class FeatureConfig:
     output_shape: tuple[int, ...] | None = None
     name: str | None = None
     combiner: str | None = None
+    default_id: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, TableConfig):
@@ -109,6 +138,11 @@ class FeatureConfig:
                 _check_count("output_shape", size, 1)
         if self.combiner is not None:
             _check_combiner(self.combiner)
+        check_default_id(self.default_id, self.table.vocabulary_size)
+        if self.default_id is not None and self.max_sequence_length:
+            raise ValueError(
+                f"`default_id` must be None for a sequence feature, whose empty places are zeros, got {self.default_id}"
+            )
 
     @property
     def effective_combiner(self) -> str:

@@ -8,25 +8,42 @@ Letters: N ids in the batch, B bags of one feature, F features, T tables, V rows
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .combiners import COMBINERS
 
 # columns of `Group.features`, int64 [F, FEATURE_WIDTH]
-TABLE, OFFSET, ROWS, DIM, COLUMN, ROW_BASE, MOMENT, POWER, FLAGS = range(9)
-FEATURE_WIDTH = 9
+TABLE, OFFSET, ROWS, DIM, COLUMN, ROW_BASE, MOMENT, POWER, FLAGS, STRIDE, MAX_NORM, DEFAULT_ID = range(12)
+FEATURE_WIDTH = 12
 # bits of FLAGS
 DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS = 1, 2
 
 # columns of `Group.tables`, int64 [T, TABLE_WIDTH]
-T_OFFSET, T_ROWS, T_DIM, T_ROW_BASE, T_RULE, T_SLOT0, T_SLOT1 = range(7)
-TABLE_WIDTH = 7
+T_OFFSET, T_ROWS, T_DIM, T_ROW_BASE, T_RULE, T_SLOT0, T_SLOT1, T_SOURCE, T_MAX_NORM = range(9)
+TABLE_WIDTH = 9
 FROZEN = -1
 """In T_RULE: this table does not learn."""
+NO_DEFAULT = -1
+"""In DEFAULT_ID: an empty bag gives zeros."""
 
 ALIGNMENT = 32
 """Every table starts at a multiple of this many elements, so that rows of even width can be read in wide words."""
+
+
+def bits_of(number: float) -> int:
+    """A float64 as descriptors hold it: the integer of the same bits."""
+    return int(np.float64(number).view(np.int64))
+
+
+def number_of(bits: int) -> float:
+    """The float64 of these bits."""
+    return float(np.int64(bits).view(np.float64))
+
+
+NO_MAX_NORM = bits_of(np.inf)
+"""In MAX_NORM and T_MAX_NORM: rows are taken as long as they are."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,15 @@ class PlannedFeature:
     table: int
     combiner: str
     flags: int = 0
+    default_id: int = NO_DEFAULT
+
+
+class PlannedTable(NamedTuple):
+    """What the engine must know of one table."""
+
+    rows: int
+    dim: int
+    max_norm: float = np.inf
 
 
 @dataclass(frozen=True)
@@ -65,15 +91,14 @@ class Group:
         return int(self.tables[:, T_ROWS].sum())
 
 
-def plan_group(shapes: Sequence[tuple[int, int]], features: Sequence[PlannedFeature]) -> Group:
-    """Lays out tables of the given `(rows, dim)` one behind the other, and the features' columns likewise."""
-    tables = np.zeros((len(shapes), TABLE_WIDTH), np.int64)
+def plan_group(planned: Sequence[PlannedTable | tuple[int, int]], features: Sequence[PlannedFeature]) -> Group:
+    """Lays out tables (those of plain `(rows, dim)` too) one behind the other, and the features' columns likewise."""
+    tables = np.zeros((len(planned), TABLE_WIDTH), np.int64)
     offset = base = 0
-    for number, (rows, dim) in enumerate(shapes):
-        tables[number, :4] = offset, rows, dim, base
-        tables[number, T_RULE] = FROZEN
-        offset += -(-rows * dim // ALIGNMENT) * ALIGNMENT
-        base += rows
+    for number, item in enumerate(PlannedTable(*given) for given in planned):
+        tables[number] = offset, item.rows, item.dim, base, FROZEN, 0, 0, offset, bits_of(item.max_norm)
+        offset += -(-item.rows * item.dim // ALIGNMENT) * ALIGNMENT
+        base += item.rows
     meta = np.zeros((len(features), FEATURE_WIDTH), np.int64)
     column = 0
     for number, feature in enumerate(features):
@@ -81,7 +106,7 @@ def plan_group(shapes: Sequence[tuple[int, int]], features: Sequence[PlannedFeat
         table = tables[feature.table]
         meta[number] = (
             feature.table, table[T_OFFSET], table[T_ROWS], table[T_DIM], column, table[T_ROW_BASE],
-            combiner.moment, combiner.power, feature.flags,
+            combiner.moment, combiner.power, feature.flags, table[T_DIM], table[T_MAX_NORM], feature.default_id,
         )  # fmt: skip
         column += int(table[T_DIM])
     return Group(meta, tables, offset, column, bool((meta[:, POWER] != 0).any()))

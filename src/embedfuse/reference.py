@@ -16,21 +16,28 @@ from numpy.typing import NDArray
 from .optim.base import Optimizer, apply_rule
 from .plan import (
     COLUMN,
+    DEFAULT_ID,
     DIM,
     DROP_NEGATIVE_IDS,
     DROP_NONPOSITIVE_WEIGHTS,
     FLAGS,
     FROZEN,
+    MAX_NORM,
     MOMENT,
     OFFSET,
     POWER,
+    ROW_BASE,
     ROWS,
+    STRIDE,
     T_DIM,
+    T_MAX_NORM,
     T_OFFSET,
+    T_ROW_BASE,
     T_ROWS,
     T_RULE,
     T_SLOT0,
-    TABLE,
+    T_SOURCE,
+    number_of,
 )
 
 Array = NDArray[Any]
@@ -117,9 +124,27 @@ def scales(features: Array, csr: Csr) -> Array:
     return scale
 
 
+def cut(row: Array, max_norm: float) -> Array:
+    """The row, shortened to `max_norm` if it is longer."""
+    length = math.sqrt(float(np.sum(row * row)))
+    return row * (max_norm / length) if length > max_norm else row
+
+
+def cut_gradient(g: Array, row: Array, max_norm: float, absolute: bool = False) -> Array:
+    """The gradient of `row`, where `g` is that of `cut(row)`."""
+    square = float(np.sum(row * row))
+    if math.sqrt(square) <= max_norm:
+        return g
+    if absolute:
+        row = np.abs(row)
+    radial = row * float(np.sum(row * g)) / square
+    turned: Array = (g + radial if absolute else g - radial) * (max_norm / math.sqrt(square))
+    return turned
+
+
 def _row(table: Array, term: Term) -> Array:
-    start = int(term.feature[OFFSET]) + term.id * int(term.feature[DIM])
-    return table[start : start + int(term.feature[DIM])]
+    start = int(term.feature[OFFSET]) + term.id * int(term.feature[STRIDE])
+    return cut(table[start : start + int(term.feature[DIM])], number_of(term.feature[MAX_NORM]))
 
 
 def _columns(feature: Array) -> slice:
@@ -139,32 +164,50 @@ def pooled_lookup(table: Array, features: Array, csr: Csr, width: int, absolute:
     return out, scale
 
 
-def row_sums(
-    features: Array, csr: Csr, scale: Array, grad: Array, absolute: bool = False
-) -> dict[tuple[int, int], Array]:
-    """`g[table, id] = Σ w * scale * grad[row, columns]` of every row in the batch. An empty `scale` is all ones."""
-    sums: dict[tuple[int, int], Array] = {}
+def _sums(features: Array, csr: Csr, scale: Array, grad: Array, absolute: bool = False) -> dict[int, Array]:
+    """`Σ w * scale * grad[row, columns]` of every row in the batch, by its key. An empty `scale` is all ones."""
+    sums: dict[int, Array] = {}
     for term in terms(features, csr):
         coefficient = term.weight * (scale[term.bag] if len(scale) else 1.0)
         value = coefficient * grad[term.row, _columns(term.feature)]
-        key = int(term.feature[TABLE]), term.id
+        key = int(term.feature[ROW_BASE]) + term.id
         sums[key] = sums.get(key, np.zeros(len(value))) + (np.abs(value) if absolute else value)
     return sums
 
 
-def row_grad(size: int, features: Array, csr: Csr, scale: Array, grad: Array, absolute: bool = False) -> Array:
-    """`row_sums`, each at its row's place in a flat array of `size` elements that is 0 elsewhere."""
+def row_sums(
+    table: Array, tables: Array, features: Array, csr: Csr, scale: Array, grad: Array, absolute: bool = False
+) -> dict[tuple[int, int], Array]:
+    """The gradient of every row in the batch, by the number of its table and its own: `_sums`, through the cut."""
+    result = {}
+    for key, value in _sums(features, csr, scale, grad, absolute).items():
+        number = next(n for n, t in enumerate(tables) if t[T_ROWS] and t[T_ROW_BASE] <= key < t[T_ROW_BASE] + t[T_ROWS])
+        row = key - int(tables[number][T_ROW_BASE])
+        max_norm = number_of(tables[number][T_MAX_NORM])
+        if max_norm < np.inf:
+            value = cut_gradient(value, table[_slice(tables[number], T_SOURCE, row, "element")], max_norm, absolute)
+        result[number, row] = value
+    return result
+
+
+def row_grad(
+    size: int, tables: Array, features: Array, csr: Csr, scale: Array, grad: Array, absolute: bool = False,
+    table: Array | None = None,
+) -> Array:  # fmt: skip
+    """`row_sums`, each at its row's place in a flat array of `size` elements that is 0 elsewhere.
+
+    `table` is what SOURCE counts from; it is read where rows are cut.
+    """
     out = np.zeros(size)
-    places = {int(feature[TABLE]): feature for feature in features}
-    for (table, number), value in row_sums(features, csr, scale, grad, absolute).items():
-        start = int(places[table][OFFSET]) + number * len(value)
-        out[start : start + len(value)] = value
+    source = np.zeros(0) if table is None else table
+    for (number, row), value in row_sums(source, tables, features, csr, scale, grad, absolute).items():
+        out[_slice(tables[number], T_OFFSET, row, "element")] = value
     return out
 
 
 def row_square_sum(update: Update, csr: Csr, scale: Array, grad: Array) -> float:
     """`Σ ||g[row]||²` over the rows of tables that learn; `grad_scale` and `skip` play no part."""
-    sums = row_sums(update.features, csr, scale, grad)
+    sums = row_sums(update.table, update.tables, update.features, csr, scale, grad)
     return sum(float(np.sum(g * g)) for (table, _), g in sums.items() if update.tables[table, T_RULE] != FROZEN)
 
 
@@ -173,7 +216,7 @@ def row_update(update: Update, csr: Csr, scale: Array, grad: Array) -> tuple[Arr
     table, slots = update.table.copy(), update.slots.copy()
     if update.skip:
         return table, slots
-    for (number, row), g in row_sums(update.features, csr, scale, grad).items():
+    for (number, row), g in row_sums(table.copy(), update.tables, update.features, csr, scale, grad).items():
         described = update.tables[number]
         if described[T_RULE] == FROZEN:
             continue
@@ -251,6 +294,60 @@ def max_grad(size: int, features: Array, csr: Csr, winners: Array, grad: Array, 
             column = int(term.feature[COLUMN]) + lane
             if winners[term.row, column] == term.position:
                 value = term.weight * float(grad[term.row, column])
-                start = int(term.feature[OFFSET]) + term.id * int(term.feature[DIM])
+                start = int(term.feature[OFFSET]) + term.id * int(term.feature[STRIDE])
                 out[start + lane] += abs(value) if absolute else value
     return out
+
+
+class Prepared(NamedTuple):
+    """See `Prepared` in `torch/backends/__init__.py`."""
+
+    rows: Array
+    starts: Array | None
+    offsets: Array
+    weights: Array | None
+    places: Array
+
+
+def prepare_ids(
+    features: Array, csr: Csr, shards: Array | None = None, modulo: bool = False, stride: int = 0
+) -> Prepared:
+    """Every bag with one id more: its default if nothing else is left of it. Shards are `[P, 3]`, see `Shards`."""
+    counted = {term.position: term.id for term in terms(features, csr)}
+    if shards is not None:
+        counted = {at: number for at, number in counted.items() if _start(number, shards, modulo, stride)[0] >= 0}
+    rows: list[int] = []
+    weights: list[float] = []
+    places: list[int] = []
+    for bag in range(len(csr.offsets) - 1):
+        positions = range(int(csr.offsets[bag]), int(csr.offsets[bag + 1]))
+        default = int(features[bag // csr.bags % len(features), DEFAULT_ID])
+        for position in positions:
+            places.append(len(rows))
+            rows.append(counted.get(position, -1))
+            weights.append(1.0 if csr.weights is None else float(csr.weights[position]))
+        empty = not any(position in counted for position in positions)
+        rows.append(default if empty else -1)
+        weights.append(1.0 if empty and default >= 0 else 0.0)
+    starts = None
+    if shards is not None:
+        found = [_start(row, shards, modulo, stride) for row in rows]
+        rows, starts = [row for row, _ in found], np.array([start for _, start in found], np.int64)
+    offsets = csr.offsets + np.arange(len(csr.offsets))
+    return Prepared(
+        np.array(rows, np.int64), starts, offsets, None if csr.weights is None else np.array(weights),
+        np.array(places, np.int64),
+    )  # fmt: skip
+
+
+def _start(number: int, shards: Array, modulo: bool, stride: int) -> tuple[int, int]:
+    """The row, counted shard after shard, and where it starts."""
+    if number < 0:
+        return -1, -1
+    if modulo:
+        shard, row = number % len(shards), number // len(shards)
+    else:
+        shard = next(n for n, (first, rows, _) in enumerate(shards) if first <= number < first + rows)
+        row = number - int(shards[shard][0])
+    first, rows, start = (int(value) for value in shards[shard])
+    return (first + row, start + row * stride) if row < rows else (-1, -1)

@@ -20,11 +20,23 @@ def random_bags(
     return Bags.from_lengths(ids, lengths, weights)
 
 
-def plain_pool(table: Tensor, bags: Bags, combiner: str) -> Tensor:
+def plain_pool(
+    table: Tensor, bags: Bags, combiner: str, max_norm: float | None = None, default_id: int | None = None
+) -> Tensor:
     """What one feature means, differentiable in table and weights."""
     weights = torch.ones(bags.ids.shape[0], dtype=table.dtype) if bags.weights is None else bags.weights.to(table.dtype)
-    bag = torch.repeat_interleave(torch.arange(len(bags)), bags.lengths())
-    total = table.new_zeros(len(bags), table.shape[1]).index_add(0, bag, table[bags.ids.long()] * weights[:, None])
+    bag, ids = torch.repeat_interleave(torch.arange(len(bags)), bags.lengths()), bags.ids.long()
+    kept = (ids >= 0) & ((weights > 0) | (combiner == "sum"))
+    bag, ids, weights = bag[kept], ids[kept], weights[kept]
+    if default_id is not None:
+        empty = (torch.bincount(bag, minlength=len(bags)) == 0).nonzero()[:, 0]
+        bag, ids = torch.cat([bag, empty]), torch.cat([ids, torch.full_like(empty, default_id)])
+        weights = torch.cat([weights, weights.new_ones(len(empty))])
+    rows = table[ids]
+    if max_norm is not None:
+        length = rows.norm(dim=1, keepdim=True)
+        rows = torch.where(length > max_norm, rows * (max_norm / length), rows)
+    total = table.new_zeros(len(bags), table.shape[1]).index_add(0, bag, rows * weights[:, None])
     if combiner == "sum":
         return total
     power = 1 if combiner == "mean" else 2
@@ -42,9 +54,12 @@ class Plain:
 
     def __call__(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         return {
-            name: plain_pool(self.tables[config.table.name], inputs[name], config.effective_combiner)
+            name: plain_pool(
+                self.tables[config.table.name], inputs[name], config.effective_combiner, config.table.max_norm,
+                config.default_id,
+            )
             for name, config in self.features.items()
-        }
+        }  # fmt: skip
 
     def check(self, collection: EmbeddingCollection, **tolerance: float) -> None:
         """Raises unless the collection's tables have these values."""
@@ -53,15 +68,21 @@ class Plain:
 
 
 def three_features(**options: Any) -> EmbeddingCollection:
-    """Two features on one table with different combiners, and one on another of odd width."""
-    items = embedfuse.TableConfig(30, 8, name="items", optimizer=options.pop("items", embedfuse.SGD(0.1)))
+    """Two features on one table with different combiners, and one on another of odd width.
+
+    `default_id` is that of the first and the last, `max_norm` that of the first table.
+    """
+    default, most = options.pop("default_id", None), options.pop("max_norm", None)
+    items = embedfuse.TableConfig(
+        30, 8, name="items", optimizer=options.pop("items", embedfuse.SGD(0.1)), max_norm=most
+    )
     cities = embedfuse.TableConfig(
         7, 3, name="cities", combiner="sum", optimizer=options.pop("cities", embedfuse.SGD(0.1))
     )
     features = {
-        "seen": embedfuse.FeatureConfig(items),
+        "seen": embedfuse.FeatureConfig(items, default_id=default),
         "bought": embedfuse.FeatureConfig(items, combiner="sqrtn"),
-        "city": embedfuse.FeatureConfig(cities),
+        "city": embedfuse.FeatureConfig(cities, default_id=default),
     }
     return EmbeddingCollection(features, **options)
 

@@ -77,8 +77,9 @@ def test_export_of_inference():
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_opcheck(weighted):
-    collection = three_features(update="autograd")
+@pytest.mark.parametrize("most", [None, 0.7])
+def test_opcheck(weighted, most):
+    collection = three_features(update="autograd", max_norm=most)
     (group,) = collection._groups
     from embedfuse.torch.layout import assemble
 
@@ -94,16 +95,24 @@ def test_opcheck(weighted):
     )
     common = (launch.features, ids, offsets, weights, bags, launch.width, launch.normalised)
     ops = torch.ops.embedfuse
-    _, scale = ops.pooled_lookup(tables, starts, size, *common, "drop", 0)
+    descriptors = torch.from_numpy(group.arena.descriptors)
+    cut = descriptors if most is not None else None
+    _, scale = ops.pooled_lookup(tables, starts, size, *common, "drop", 0, cut)
     grad = torch.randn(bags, launch.width, requires_grad=True)
     flat = torch.randn(size, requires_grad=True)
-    torch.library.opcheck(ops.pooled_lookup.default, (tables, starts, size, *common, "drop", 0))
+    torch.library.opcheck(ops.pooled_lookup.default, (tables, starts, size, *common, "drop", 0, cut))
     detached = None if weights is None else weights.detach()
     rest = (launch.features, ids, offsets, detached, scale.detach())
-    torch.library.opcheck(ops.row_grad.default, (flat.detach(), size, *rest, grad, bags))
+    torch.library.opcheck(ops.row_grad.default, (flat.detach(), size, *rest, grad, bags, None, [], [0]))
+    detached_tables = [table.detach() for table in tables]
+    torch.library.opcheck(
+        ops.row_grad.default, (flat.detach(), size, *rest, grad.detach(), bags, descriptors, detached_tables, starts)
+    )
+    # its whole-graph test would sum up integer outputs and differentiate them
+    torch.library.opcheck(ops.prepare_ids.default, (launch.features, ids, offsets, detached, bags, "drop", 0))
     # differentiable in the weights only where nothing is divided by them
     plain = (launch.features, ids, offsets, None, scale.detach())
-    torch.library.opcheck(ops.coefficient_grad.default, ([flat.detach()], [0], size, *plain, grad.detach(), bags))
+    torch.library.opcheck(ops.coefficient_grad.default, ([flat.detach()], [0], size, *plain, grad.detach(), bags, None))
     anchor = torch.zeros(1, requires_grad=True)
     torch.library.opcheck(
         ops.lookup_for_update.default, (anchor, flat.detach(), *common, "drop", 0, 1, False),

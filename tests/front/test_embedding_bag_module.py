@@ -346,3 +346,18 @@ def test_each_backend_gives_the_judges_answer_through_the_ops(mode):
                 padding_idx=3,
             )  # fmt: skip
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_two_in_one_graph():
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = EmbeddingBag(5, 3), EmbeddingBag(7, 2, mode="sum")
+
+        def forward(self, ids):
+            return torch.cat([self.first(ids), self.second(ids), self.first(ids + 1)], 1)
+
+    model = Both()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ids in (torch.tensor([[1, 2], [3, 0]]), torch.tensor([[1, 2, 2]])):
+        torch.testing.assert_close(compiled(ids), model(ids))

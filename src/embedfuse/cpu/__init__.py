@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
 
+from ..plan import FEATURE_WIDTH, TABLE_WIDTH
 from . import _engine
 from ._engine import has_threads, isa, isas, rule_names
 
@@ -25,6 +26,7 @@ __all__ = [
     "max_lookup",
     "pooled_lookup",
     "prefer_large_pages",
+    "prepare_ids",
     "row_grad",
     "row_square_sum",
     "row_update",
@@ -46,6 +48,41 @@ class Csr(Protocol):
     def weights(self) -> Any: ...
     @property
     def bags(self) -> int: ...
+
+
+class Rows(Protocol):
+    """Where rows can be read, see `embedfuse.torch.backends.Rows`."""
+
+    @property
+    def table(self) -> Any: ...
+    @property
+    def tables(self) -> Any: ...
+
+
+class Shards(Protocol):
+    """A table in parts, see `embedfuse.torch.backends.Shards`."""
+
+    @property
+    def described(self) -> Any: ...
+    @property
+    def modulo(self) -> bool: ...
+    @property
+    def stride(self) -> int: ...
+
+
+class Prepared(Protocol):
+    """What `prepare_ids` fills, see `embedfuse.torch.backends.Prepared`."""
+
+    @property
+    def rows(self) -> Any: ...
+    @property
+    def starts(self) -> Any: ...
+    @property
+    def offsets(self) -> Any: ...
+    @property
+    def weights(self) -> Any: ...
+    @property
+    def places(self) -> Any: ...
 
 
 class Update(Protocol):
@@ -103,6 +140,13 @@ def _strides(array: Any) -> tuple[int, ...]:
     return tuple(stride()) if stride is not None else tuple(size // array.itemsize for size in array.strides)
 
 
+def _described(name: str, array: Any, width: int) -> int:
+    """The address of descriptors."""
+    if array.shape[1] != width:
+        raise ValueError(f"`{name}` must have {width} columns, got {array.shape[1]}: see embedfuse.plan")
+    return _packed(name, array, "int64")
+
+
 def _batch(features: Any, csr: Csr, accumulation: str) -> _engine.Batch:
     kind = _name(csr.ids.dtype)
     if kind not in ("int32", "int64"):
@@ -111,8 +155,8 @@ def _batch(features: Any, csr: Csr, accumulation: str) -> _engine.Batch:
     count = features.shape[0]
     records = (csr.offsets.shape[0] - 1) // (count * csr.bags) if count * csr.bags else 0
     return _engine.Batch(
-        _packed("features", features, "int64"), count, _packed("ids", csr.ids), kind == "int64", csr.ids.shape[0],
-        _packed("offsets", csr.offsets, "int64"), weights, csr.bags, records,
+        _described("features", features, FEATURE_WIDTH), count, _packed("ids", csr.ids), kind == "int64",
+        csr.ids.shape[0], _packed("offsets", csr.offsets, "int64"), weights, csr.bags, records,
     )  # fmt: skip
 
 
@@ -124,7 +168,7 @@ def _upstream(scale: Any, grad: Any, accumulation: str) -> _engine.Upstream:
 
 def _learner(update: Update, accumulation: str, rules: Sequence[int], grad_scale: float = 1.0) -> _engine.Learner:
     return _engine.Learner(
-        _address(update.table), _code(update.table.dtype), _packed("tables", update.tables, "int64"),
+        _address(update.table), _code(update.table.dtype), _described("tables", update.tables, TABLE_WIDTH),
         update.tables.shape[0], rules, _packed("slots", update.slots, accumulation),
         _packed("hyper", update.hyper, "float64"), _packed("steps", update.steps, "int64"), grad_scale,
     )  # fmt: skip
@@ -214,12 +258,45 @@ def collect_rows(update: Update, csr: Csr, scale: Any, grad: Any, table: int, *,
     return _engine.collect_rows(batch, _upstream(scale, grad, kind), learner, table, threads)
 
 
-def row_grad(out: Any, features: Any, csr: Csr, scale: Any, grad: Any, *, threads: int = 1) -> None:
-    """The summed gradient of every row in the batch, into `out` (flat, zero on entry) at OFFSET + id * DIM."""
+def row_grad(
+    out: Any, features: Any, csr: Csr, scale: Any, grad: Any, rows: Rows | None = None, *, threads: int = 1
+) -> None:
+    """The summed gradient of every row in the batch, into `out` (flat, zero on entry) at OFFSET + id * DIM.
+
+    With `rows`, whose `table` has the type of `out`, at the places that its descriptors give, through the cut to
+    MAX_NORM.
+    """
     kind = accumulation_dtype(out.dtype)
+    read = _engine.Rows(0, 0, 0)
+    if rows is not None:
+        if _name(rows.table.dtype) != _name(out.dtype):
+            raise TypeError(f"`rows` must be of the type of `out`, {_name(out.dtype)}, got {rows.table.dtype}: convert")
+        described = _described("tables", rows.tables, TABLE_WIDTH)
+        read = _engine.Rows(_address(rows.table), described, rows.tables.shape[0])
     _engine.row_grad(
-        _batch(features, csr, kind), _upstream(scale, grad, kind), _address(out), _code(out.dtype), threads
+        _batch(features, csr, kind), _upstream(scale, grad, kind), read, _address(out), _code(out.dtype), threads
     )
+
+
+def prepare_ids(
+    features: Any, csr: Csr, shards: Shards | None, prepared: Prepared, *, checked: bool = True, threads: int = 1
+) -> int | None:
+    """Fills `prepared`: the row of each id that counts, else -1, with a default in every bag, and its place in memory.
+
+    `prepared.starts` is None without `shards`, `prepared.weights` without weights. Returns what `pooled_lookup` does.
+    """
+    kind = "float32" if csr.weights is None else accumulation_dtype(csr.weights.dtype)
+    parts, starts = _engine.Shards(0, 0, False, 0), 0
+    if shards is not None:
+        described = _packed("described", shards.described, "int64")
+        parts = _engine.Shards(described, len(shards.described), shards.modulo, shards.stride)
+        starts = _packed("starts", prepared.starts, "int64")
+    made = _engine.Prepared(
+        _packed("rows", prepared.rows, "int64"), starts, _packed("offsets", prepared.offsets, "int64"),
+        0 if prepared.weights is None else _packed("weights", prepared.weights, kind),
+        _packed("places", prepared.places, "int64"),
+    )  # fmt: skip
+    return _engine.prepare_ids(_batch(features, csr, kind), parts, _code(kind), made, checked, threads)
 
 
 def coefficient_grad(table: Any, features: Any, csr: Csr, scale: Any, grad: Any, out: Any, *, threads: int = 1) -> None:

@@ -102,6 +102,28 @@ void bind_arguments(nb::module_& module) {
             new (self) Upstream{at(scale), {at(grad), dtype_of(dtype), row_stride, column_stride}, width};
           },
           "scale"_a, "grad"_a, "dtype"_a, "row_stride"_a, "column_stride"_a, "width"_a);
+  nb::class_<Rows>(module, "Rows")
+      .def(
+          "__init__",
+          [](Rows* self, Address table, Address tables, int64_t table_count) {
+            new (self) Rows{at(table), at<const Table>(tables), table_count};
+          },
+          "table"_a, "tables"_a, "table_count"_a);
+  nb::class_<Shards>(module, "Shards")
+      .def(
+          "__init__",
+          [](Shards* self, Address described, int64_t count, bool modulo, int64_t stride) {
+            new (self) Shards{at<const Shard>(described), count, modulo, stride};
+          },
+          "described"_a, "count"_a, "modulo"_a, "stride"_a);
+  nb::class_<Prepared>(module, "Prepared")
+      .def(
+          "__init__",
+          [](Prepared* self, Address rows, Address starts, Address offsets, Address weights, Address places) {
+            new (self) Prepared{at<int64_t>(rows), at<int64_t>(starts), at<int64_t>(offsets), at(weights),
+                                at<int64_t>(places)};
+          },
+          "rows"_a, "starts"_a, "offsets"_a, "weights"_a, "places"_a);
   nb::class_<OwningLearner>(module, "Learner")
       .def(
           "__init__",
@@ -171,10 +193,20 @@ void bind_functions(nb::module_& module) {
   module.def("collect_rows", collect_rows, "batch"_a, "upstream"_a, "learner"_a, "table"_a, "threads"_a);
   module.def(
       "row_grad",
-      [](const Batch& batch, const Upstream& upstream, Address out, int dtype, int threads) {
-        run([&](const Kernels& k) { return k.row_grad(batch, upstream, at(out), dtype_of(dtype), threads); });
+      [](const Batch& batch, const Upstream& upstream, const Rows& rows, Address out, int dtype, int threads) {
+        const Rows* const given = rows.tables == nullptr ? nullptr : &rows;
+        run([&](const Kernels& k) { return k.row_grad(batch, upstream, given, at(out), dtype_of(dtype), threads); });
       },
-      "batch"_a, "upstream"_a, "out"_a, "dtype"_a, "threads"_a);
+      "batch"_a, "upstream"_a, "rows"_a, "out"_a, "dtype"_a, "threads"_a);
+  module.def(
+      "prepare_ids",
+      [](const Batch& batch, const Shards& shards, int dtype, const Prepared& prepared, bool checked, int threads) {
+        const Shards* const given = shards.shards == nullptr ? nullptr : &shards;
+        return run([&](const Kernels& k) {
+          return k.prepare_ids(batch, given, dtype_of(dtype), prepared, checked, threads);
+        });
+      },
+      "batch"_a, "shards"_a, "dtype"_a, "prepared"_a, "checked"_a, "threads"_a);
   module.def(
       "coefficient_grad",
       [](const Batch& batch, const Upstream& upstream, Address table, int dtype, Address out, int threads) {

@@ -1,25 +1,11 @@
 // The gradient of each weight: how much each looked-up row agrees with the upstream gradient of its bag.
 #pragma once
 
-#include "row_update.h"
+#include "max_norm.h"
+#include "upstream.h"
 
 namespace embedfuse {
 namespace {
-
-template <class T, class A>
-inline A dot(const T* row, const A* g, int64_t dim) {
-  constexpr int PARTS = 4;
-  Vector<A> part[PARTS] = {};
-  int64_t i = 0;
-  for (; i + PARTS * LANES<A> <= dim; i += PARTS * LANES<A>)
-    for (int p = 0; p < PARTS; ++p) part[p] += load<T, A>(row + i + p * LANES<A>) * load<A>(g + i + p * LANES<A>);
-  for (; i + LANES<A> <= dim; i += LANES<A>) part[0] += load<T, A>(row + i) * load<A>(g + i);
-  if (i < dim) {
-    const int rest = static_cast<int>(dim - i);
-    part[1] += load_some<T, A>(row + i, rest) * load_some<A>(g + i, rest);
-  }
-  return sum_lanes<A>((part[0] + part[1]) + (part[2] + part[3]));
-}
 
 template <class T>
 class CoefficientGradWorker {
@@ -59,13 +45,16 @@ class CoefficientGradWorker {
     constexpr int64_t AHEAD = 16;
     const int64_t bytes = smaller<int64_t>(feature.dim * static_cast<int64_t>(sizeof(T)), 16 * LINE);
     const T* rows = table_ + feature.offset;
+    const bool cut = is_cut(feature.max_norm);
     for (int64_t position = begin; position < end; ++position) {
       // the next bags are usually of the same feature; if not, a prefetch of nothing does no harm
       if (position + AHEAD < batch_.id_count && ids.in_table(position + AHEAD)) {
-        const char* next = reinterpret_cast<const char*>(rows + ids.id(position + AHEAD) * feature.dim);
+        const char* next = reinterpret_cast<const char*>(rows + ids.id(position + AHEAD) * feature.stride);
         for (int64_t byte = 0; byte < bytes; byte += LINE) prefetch(next + byte);
       }
-      out_[position] = ids.counts(position) ? dot<T, A>(rows + ids.id(position) * feature.dim, g, feature.dim) : A(0);
+      const T* row = rows + ids.id(position) * feature.stride;
+      out_[position] = ids.counts(position) ? dot<T, A>(row, g, feature.dim) : A(0);
+      if (cut && ids.counts(position)) out_[position] *= cut_factor(row, feature.dim, feature.max_norm);
     }
   }
 

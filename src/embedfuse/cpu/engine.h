@@ -15,13 +15,17 @@ constexpr int64_t OUT_OF_MEMORY = -2;
 
 // One row of `Group.features` (plan.py).
 struct Feature {
-  int64_t table, offset, rows, dim, column, row_base, moment, power, flags;
+  int64_t table, offset, rows, dim, column, row_base, moment, power, flags, stride;
+  double max_norm;
+  int64_t default_id;
 };
+constexpr int64_t NO_DEFAULT = -1;
 constexpr int64_t DROP_NEGATIVE_IDS = 1, DROP_NONPOSITIVE_WEIGHTS = 2;
 
 // One row of `Group.tables` (plan.py).
 struct Table {
-  int64_t offset, rows, dim, row_base, rule, slots[2];
+  int64_t offset, rows, dim, row_base, rule, slots[2], source;
+  double max_norm;
 };
 
 constexpr int64_t HYPER_WIDTH = 16;
@@ -53,6 +57,33 @@ struct Upstream {
   const void* scale;  // of the accumulation type, one a bag, or null: all ones
   Matrix grad;        // [records * bags, width]
   int64_t width;
+};
+
+// Where rows can be read, for the gradient of cutting them to a length.
+struct Rows {
+  const void* table;  // what `Table::source` counts from; of the type of the sums
+  const Table* tables;
+  int64_t table_count;
+};
+
+// One table whose rows lie in several places, its shards.
+struct Shard {
+  int64_t rows_before, rows, start;
+};
+struct Shards {
+  const Shard* shards;
+  int64_t count;
+  bool modulo;     // id `i` is row `i / count` of shard `i % count`; else ids number the rows shard after shard
+  int64_t stride;  // from one row to the next, in the unit of the starts
+};
+
+// What `prepare_ids` makes; all but `offsets` and `places` have `id_count` + the number of bags elements.
+struct Prepared {
+  int64_t* rows;
+  int64_t* starts;  // null without shards
+  int64_t* offsets;
+  void* weights;    // of the accumulation type, or null
+  int64_t* places;  // [id_count]
 };
 
 // The tables that learn.
@@ -92,8 +123,11 @@ struct Kernels {
   int64_t (*row_square_sum)(const Batch&, const Upstream&, const Learner&, double* sum, int threads);
   // of the one table with number `table`, whatever its rule
   int64_t (*collect_rows)(const Batch&, const Upstream&, const Learner&, int64_t table, Collected*, int threads);
-  int64_t (*row_grad)(const Batch&, const Upstream&, void* out, Dtype, int threads);
+  // `rows` may be null
+  int64_t (*row_grad)(const Batch&, const Upstream&, const Rows* rows, void* out, Dtype, int threads);
   int64_t (*coefficient_grad)(const Batch&, const Upstream&, const void* table, Dtype, void* out, int threads);
+  // `shards` may be null; `dtype` is that of the tables. Returns what `pooled_lookup` returns
+  int64_t (*prepare_ids)(const Batch&, const Shards* shards, Dtype, const Prepared&, bool checked, int threads);
 };
 
 const Kernels& kernels_baseline();

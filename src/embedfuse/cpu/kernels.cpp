@@ -5,6 +5,7 @@
 #include "coefficient_grad.h"
 #include "max_pooling.h"
 #include "pooled_lookup.h"
+#include "prepare_ids.h"
 #include "row_grad.h"
 #include "row_update.h"
 
@@ -54,15 +55,19 @@ constexpr Kernels KERNELS = {
         return collect_rows<decltype(type)>(batch, upstream, learner, table, collected, threads);
       });
     },
-    [](const Batch& batch, const Upstream& upstream, void* out, Dtype dtype, int threads) {
+    [](const Batch& batch, const Upstream& upstream, const Rows* rows, void* out, Dtype dtype, int threads) {
       return with_dtype(dtype, [&](auto type) {
-        return row_grad<decltype(type)>(batch, upstream, out, threads);
+        return row_grad<decltype(type)>(batch, upstream, rows, out, threads);
       });
     },
     [](const Batch& batch, const Upstream& upstream, const void* table, Dtype dtype, void* out, int threads) {
       return with_dtype(dtype, [&](auto type) {
         return coefficient_grad<decltype(type)>(batch, upstream, table, out, threads);
       });
+    },
+    [](const Batch& batch, const Shards* shards, Dtype dtype, const Prepared& prepared, bool checked, int threads) {
+      return dtype == Dtype::float64 ? prepare_ids<double>(batch, shards, prepared, checked, threads)
+                                     : prepare_ids<float>(batch, shards, prepared, checked, threads);
     },
 };
 

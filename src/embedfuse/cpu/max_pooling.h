@@ -26,6 +26,7 @@ int64_t max_of_bags(const Batch& batch, const BagRange& range, const T* table, T
   const Feature& feature = *range.span.feature;
   const Ids<A> ids(batch, feature);
   const T* rows = table + feature.offset;
+  const bool cut = is_cut(feature.max_norm);
   int64_t bad = NO_POSITION;
   for (int64_t bag = range.first; bag < range.last; ++bag) {
     const int64_t number = range.span.first_bag + bag;
@@ -37,15 +38,17 @@ int64_t max_of_bags(const Batch& batch, const BagRange& range, const T* table, T
         if (bad == NO_POSITION && ids.is_bad(position)) bad = position;
         continue;
       }
-      const T* row = rows + ids.id(position) * feature.dim;
+      const T* row = rows + ids.id(position) * feature.stride;
+      A weight = ids.weight(position);
+      if (cut) weight *= cut_factor(row, feature.dim, feature.max_norm);
       if (empty) {
         for (int64_t i = 0; i < feature.dim; ++i) {
-          best[i] = ids.weight(position) * widen(row[i]);
+          best[i] = weight * widen(row[i]);
           winner[i] = position;
         }
         empty = false;
       } else {
-        take_larger(row, ids.weight(position), position, feature.dim, best, winner);
+        take_larger(row, weight, position, feature.dim, best, winner);
       }
     }
     if (empty) {
@@ -116,7 +119,7 @@ int64_t max_grad(const Batch& batch, const Matrix& grad, int64_t width, const in
   // of one type and without gaps, like the winners
   const int64_t row_count = batch.records * batch.bags;
   Buffer<bool> won(batch.id_count);
-  if (!list_tables(batch, &tables) || !won || !rows.prepare(grad, DTYPE<A>, row_count, width, threads, width))
+  if (!list_tables(batch, &tables, true) || !won || !rows.prepare(grad, DTYPE<A>, row_count, width, threads, width))
     return OUT_OF_MEMORY;
   memset(won.data(), 0, static_cast<size_t>(batch.id_count) * sizeof(bool));
   for (int64_t i = 0; i < row_count * width; ++i)
@@ -133,7 +136,7 @@ int64_t max_grad(const Batch& batch, const Matrix& grad, int64_t width, const in
         const TableRows& table = tables[place];
         if (!memory.runs.template build<A>(batch, table, spans, own_threads, make_entry)) return false;
         RowSums<A, WinnerSum<A>> sums(memory, WinnerSum<A>(values, winners, table.dim), table.dim);
-        return sums.prepare(own_threads) && write_row_sums(sums, table, static_cast<T*>(out), own_threads);
+        return sums.prepare(own_threads) && write_row_sums(sums, table, nullptr, static_cast<T*>(out), own_threads);
       });
   return enough ? DONE : OUT_OF_MEMORY;
 }

@@ -6,33 +6,49 @@
 namespace embedfuse {
 namespace {
 
-// Writes each row's sum to its place in `out`, which is laid out like the tables. False if there is no memory.
+// Writes each row's sum to its place in `out`, which is laid out like the table, or like its `parts` if there are any.
+// False if there is no memory.
 template <class T, class Sum>
-bool write_row_sums(const RowSums<Accumulation<T>, Sum>& sums, const TableRows& table, T* out, int threads) {
+bool write_row_sums(const RowSums<Accumulation<T>, Sum>& sums, const TableRows& table, const TablesAtHand* parts,
+                    T* out, int threads) {
   return sums.for_each_row(threads, [&](const Accumulation<T>* sum, int64_t u) {
-    narrow_row(sum, table.dim, out + table.offset + sums.row(u) * table.dim);
+    const int64_t row = table.row_base + sums.row(u);
+    const TableRows& part = parts == nullptr ? table : parts->owner(row);
+    narrow_row(sum, table.dim, out + part.offset + (row - part.row_base) * part.stride);
   });
 }
 
-// The tables that the features read. False if there is no memory.
-inline bool list_tables(const Batch& batch, TablesAtHand* list) {
+// The tables that the features read, whose sums lie side by side or, if `spread`, like the rows. False if there is no
+// memory.
+inline bool list_tables(const Batch& batch, TablesAtHand* list, bool spread = false) {
   if (!list->allocate(batch.feature_count)) return false;
   for (int64_t f = 0; f < batch.feature_count; ++f) {
     const Feature& feature = batch.features[f];
-    list->add({feature.row_base, feature.rows, feature.dim, feature.offset, feature.table});
+    // if sums are to be cut, the parts say to what length
+    list->add({feature.row_base, feature.rows, feature.dim, feature.offset, feature.table,
+               spread ? feature.stride : feature.dim, 0, __builtin_inf()});
   }
   return true;
 }
 
+// The tables that rows are described in. False if there is no memory.
+inline bool list_tables(const Rows& rows, TablesAtHand* list) {
+  if (!list->allocate(rows.table_count)) return false;
+  for (int64_t t = 0; t < rows.table_count; ++t) list->add(rows_of(rows.tables[t], t));
+  return true;
+}
+
 template <class T>
-int64_t row_grad(const Batch& batch, const Upstream& upstream, void* out, int threads) {
+int64_t row_grad(const Batch& batch, const Upstream& upstream, const Rows* rows, void* out, int threads) {
   using A = Accumulation<T>;
-  TablesAtHand tables;
-  if (!list_tables(batch, &tables)) return OUT_OF_MEMORY;
+  TablesAtHand tables, parts;
+  if (!list_tables(batch, &tables) || (rows != nullptr && !list_tables(*rows, &parts))) return OUT_OF_MEMORY;
+  const Destination to{tables, rows == nullptr ? tables : parts, rows == nullptr ? nullptr : rows->table};
   const bool enough = for_each_table_sums<A>(
-      batch, upstream, tables, DTYPE<T>, &LinearSum<A>::template of<T>, threads,
+      batch, upstream, to, TABLE_TYPE<T>, threads,
       [&](const RowSums<A, LinearSum<A>>& sums, int64_t place, int own_threads) {
-        return write_row_sums(sums, tables[place], static_cast<T*>(out), own_threads);
+        return write_row_sums(sums, tables[place], rows == nullptr ? nullptr : &parts, static_cast<T*>(out),
+                              own_threads);
       });
   return enough ? DONE : OUT_OF_MEMORY;
 }
@@ -49,7 +65,7 @@ int64_t row_square_sum(const Batch& batch, const Upstream& upstream, const Learn
   if (!of_table) return OUT_OF_MEMORY;
   for (int64_t t = 0; t < tables.count(); ++t) of_table[t] = 0;
   const bool enough = for_each_table_sums<A>(
-      batch, upstream, tables, DTYPE<T>, &LinearSum<A>::template of<T>, threads,
+      batch, upstream, {tables, tables, learner.table}, TABLE_TYPE<T>, threads,
       [&](const RowSums<A, LinearSum<A>>& sums, int64_t place, int own_threads) {
         Buffer<double> squares(sums.count());
         const bool done = squares && sums.for_each_row(own_threads, [&](const A* sum, int64_t u) {
@@ -73,7 +89,7 @@ int64_t collect_rows(const Batch& batch, const Upstream& upstream, const Learner
   Buffer<int64_t> rows(0);
   Buffer<A> all(0);
   const bool enough = for_each_table_sums<A>(
-      batch, upstream, tables, DTYPE<T>, &LinearSum<A>::template of<T>, threads,
+      batch, upstream, {tables, tables, learner.table}, TABLE_TYPE<T>, threads,
       [&](const RowSums<A, LinearSum<A>>& sums, int64_t, int own_threads) {
         collected->count = sums.count();
         if (!rows.allocate(sums.count()) || !all.allocate(sums.count() * dim)) return false;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gather_sum.h"
+#include "max_norm.h"
 #include "row_runs.h"
 #include "upstream.h"
 
@@ -11,6 +12,8 @@ namespace {
 // Runs longer than this are summed in chunks of this length, and the chunks' sums in order: so one hot row keeps all
 // threads busy, and the result depends on this number only, never on the threads.
 constexpr int64_t CHUNK = 2048;
+// Rows between the one whose sum is made and the one that is prefetched for its cut.
+constexpr int64_t CUTS_AHEAD = 8;
 // Consecutive runs that one thread takes at once.
 constexpr int64_t RUNS_AT_ONCE = 256;
 
@@ -61,13 +64,70 @@ struct SumsMemory {
   Buffer<A> partial, scratch;
 };
 
+// How gradients of rows of some type are cut.
+template <class A>
+struct CutGradient {
+  void (*function)(const void* row, int64_t dim, double max_norm, A* g);
+  int64_t bytes;  // of an element of the rows
+
+  template <class T>
+  static constexpr CutGradient of() {
+    return {[](const void* row, int64_t dim, double max_norm, A* g) {
+              cut_gradient(static_cast<const T*>(row), dim, max_norm, g);
+            },
+            sizeof(T)};
+  }
+};
+
+// The rows of one table that sums are made for, if any of them is cut to a length.
+template <class A>
+class RowCut {
+ public:
+  RowCut() = default;
+  // `from` is what SOURCE of the table's `parts` counts from.
+  RowCut(const TableRows& table, const TablesAtHand& parts, const void* from, const CutGradient<A>& gradient)
+      : from_(static_cast<const char*>(from)), gradient_(gradient), row_base_(table.row_base) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < parts.count(); ++i) {
+      if (parts[i].row_base < row_base_ || parts[i].row_base >= row_base_ + table.rows) continue;
+      any_ |= is_cut(parts[i].max_norm);
+      only_ = ++count == 1 ? &parts[i] : nullptr;
+    }
+    parts_ = &parts;
+  }
+
+  explicit operator bool() const { return any_; }
+  void operator()(int64_t row, A* g) const {
+    const TableRows& part = part_of(row);
+    if (is_cut(part.max_norm)) gradient_.function(address(part, row), part.dim, part.max_norm, g);
+  }
+  void prefetch_row(int64_t row) const {
+    const TableRows& part = part_of(row);
+    prefetch_lines(address(part, row), part.dim * gradient_.bytes);
+  }
+
+ private:
+  const TableRows& part_of(int64_t row) const { return only_ != nullptr ? *only_ : parts_->owner(row_base_ + row); }
+  const void* address(const TableRows& part, int64_t row) const {
+    return from_ + (part.source + (row_base_ + row - part.row_base) * part.dim) * gradient_.bytes;
+  }
+
+  bool any_ = false;
+  const TableRows* only_ = nullptr;
+  const TablesAtHand* parts_ = nullptr;
+  const char* from_ = nullptr;
+  CutGradient<A> gradient_ = {};
+  int64_t row_base_ = 0;
+};
+
 // The sums of all runs of one table, the long ones made by all threads beforehand.
 template <class A, class Sum>
 class RowSums {
  public:
   using E = typename Sum::E;
 
-  RowSums(SumsMemory<A, E>& memory, const Sum& sum, int64_t dim) : memory_(memory), sum_(sum), dim_(dim) {}
+  RowSums(SumsMemory<A, E>& memory, const Sum& sum, int64_t dim, const RowCut<A>& cut = {})
+      : memory_(memory), sum_(sum), dim_(dim), cut_(cut) {}
 
   // False if there is no memory.
   __attribute__((noinline)) bool prepare(int threads) {
@@ -96,23 +156,13 @@ class RowSums {
 
   // `out[0 .. dim) =` the sum of run `u`.
   void operator()(int64_t u, A* out) const {
-    const Runs<E>& runs = memory_.runs;
-    const int64_t first = runs.starts[u];
-    if (length(u) <= CHUNK) {
-      sum_(runs.entries.data() + first, length(u), runs.entry_count() - first, out);
-      return;
-    }
-    const int64_t place = find(memory_.long_runs.data(), u);
-    for (int64_t i = 0; i < dim_; ++i) out[i] = 0;
-    for (int64_t chunk = memory_.first_chunk[place]; chunk < memory_.first_chunk[place + 1]; ++chunk) {
-      const A* partial = memory_.partial.data() + chunk * dim_;
-      for (int64_t i = 0; i < dim_; ++i) out[i] += partial[i];
-    }
+    add_up(u, out);
+    if (cut_) cut_(row(u), out);
   }
 
-  // The one entry of run `u` if there is no other, and its row can be read as it is; else null.
+  // The one entry of run `u` if there is no other, and its row can be used as it is; else null.
   const E* only_entry(int64_t u) const {
-    return length(u) == 1 && sum_.is_wide() ? memory_.runs.entries.data() + memory_.runs.starts[u] : nullptr;
+    return length(u) == 1 && sum_.is_wide() && !cut_ ? memory_.runs.entries.data() + memory_.runs.starts[u] : nullptr;
   }
   // Prefetches the gradient row `ahead` entries behind the first one of run `u`.
   void prefetch_gradient(int64_t u, int64_t ahead) const {
@@ -141,6 +191,7 @@ class RowSums {
   bool for_each_row(int threads, const Take& take) const {
     return for_each_range(threads, [&](int64_t first, int64_t last, A* sum, int64_t) {
       for (int64_t u = first; u < last; ++u) {
+        if (cut_ && u + CUTS_AHEAD < last) cut_.prefetch_row(row(u + CUTS_AHEAD));
         (*this)(u, sum);
         take(static_cast<const A*>(sum), u);
       }
@@ -148,6 +199,20 @@ class RowSums {
   }
 
  private:
+  void add_up(int64_t u, A* out) const {
+    const Runs<E>& runs = memory_.runs;
+    const int64_t first = runs.starts[u];
+    if (length(u) <= CHUNK) {
+      sum_(runs.entries.data() + first, length(u), runs.entry_count() - first, out);
+      return;
+    }
+    const int64_t place = find(memory_.long_runs.data(), u);
+    for (int64_t i = 0; i < dim_; ++i) out[i] = 0;
+    for (int64_t chunk = memory_.first_chunk[place]; chunk < memory_.first_chunk[place + 1]; ++chunk) {
+      const A* partial = memory_.partial.data() + chunk * dim_;
+      for (int64_t i = 0; i < dim_; ++i) out[i] += partial[i];
+    }
+  }
   int64_t length(int64_t u) const { return memory_.runs.starts[u + 1] - memory_.runs.starts[u]; }
   // The place of the last number, one a long run, that is not above `value`.
   int64_t find(const int64_t* numbers, int64_t value) const {
@@ -162,6 +227,7 @@ class RowSums {
   SumsMemory<A, E>& memory_;
   Sum sum_;
   int64_t dim_, long_runs_ = 0;
+  RowCut<A> cut_;
 };
 
 // What one id receives: its weight times its bag's scale, times its bag's gradient.
@@ -177,21 +243,39 @@ struct MakeEntry {
   }
 };
 
+// What sums of gradients must know of the tables' type.
+template <class A>
+struct TableType {
+  Dtype dtype;
+  LinearSum<A> (*narrow_sum)(int64_t dim);  // what sums gradient rows of that type
+  CutGradient<A> cut;
+};
+template <class T>
+constexpr TableType<Accumulation<T>> TABLE_TYPE = {DTYPE<T>, &LinearSum<Accumulation<T>>::template of<T>,
+                                                   CutGradient<Accumulation<T>>::template of<T>()};
+
+// The tables whose rows get sums, and where these rows can be read.
+struct Destination {
+  const TablesAtHand& tables;
+  const TablesAtHand& parts;  // the tables again, or what they are made of
+  const void* from;           // what SOURCE of the parts counts from
+};
+
 // Calls `consume(sums, place, threads)` for each table at hand, which returns false if there is no memory.
-// `narrow_sum` makes what sums gradient rows of the tables' type.
 template <class A, class Consume>
-bool for_each_table_sums(const Batch& batch, const Upstream& upstream, const TablesAtHand& tables, Dtype dtype,
-                         LinearSum<A> (*narrow_sum)(int64_t), int threads, const Consume& consume) {
+bool for_each_table_sums(const Batch& batch, const Upstream& upstream, const Destination& to, const TableType<A>& type,
+                         int threads, const Consume& consume) {
   GradRows<A> grad;
-  if (!grad.prepare(upstream.grad, dtype, batch.records * batch.bags, upstream.width, threads)) return false;
+  if (!grad.prepare(upstream.grad, type.dtype, batch.records * batch.bags, upstream.width, threads)) return false;
   const MakeEntry<A> make_entry{grad, static_cast<const A*>(upstream.scale)};
-  const auto make_sum = grad.is_wide() ? &LinearSum<A>::template of<A> : narrow_sum;
+  const auto make_sum = grad.is_wide() ? &LinearSum<A>::template of<A> : type.narrow_sum;
   using Memory = SumsMemory<A, Entry<A>>;
   return for_each_table<Memory>(
-      batch, tables, threads, [&](Memory& memory, int64_t place, const SpansOfTable& spans, int own_threads) {
-        const TableRows& table = tables[place];
+      batch, to.tables, threads, [&](Memory& memory, int64_t place, const SpansOfTable& spans, int own_threads) {
+        const TableRows& table = to.tables[place];
         if (!memory.runs.template build<A>(batch, table, spans, own_threads, make_entry)) return false;
-        RowSums<A, LinearSum<A>> sums(memory, make_sum(table.dim), table.dim);
+        const RowCut<A> cut(table, to.parts, to.from, type.cut);
+        RowSums<A, LinearSum<A>> sums(memory, make_sum(table.dim), table.dim, cut);
         return sums.prepare(own_threads) && consume(sums, place, own_threads);
       });
 }

@@ -127,8 +127,7 @@ template <class Wanted>
 bool list_tables(const Learner& learner, const Wanted& wanted, TablesAtHand* list) {
   if (!list->allocate(learner.table_count)) return false;
   for (int64_t t = 0; t < learner.table_count; ++t) {
-    const Table& table = learner.tables[t];
-    if (wanted(t)) list->add({table.row_base, table.rows, table.dim, table.offset, t});
+    if (wanted(t)) list->add(rows_of(learner.tables[t], t));
   }
   return true;
 }
@@ -139,7 +138,7 @@ int64_t row_update(const Batch& batch, const Upstream& upstream, const Learner& 
   TablesAtHand tables;
   if (!list_tables(learner, [&](int64_t table) { return rule_of(learner, table) >= 0; }, &tables)) return OUT_OF_MEMORY;
   const bool enough = for_each_table_sums<A>(
-      batch, upstream, tables, DTYPE<T>, &LinearSum<A>::template of<T>, threads,
+      batch, upstream, {tables, tables, learner.table}, TABLE_TYPE<T>, threads,
       [&](const RowSums<A, LinearSum<A>>& sums, int64_t place, int own_threads) {
         const int64_t table = tables[place].table;
         const UpdateRows<T> update = UPDATES<T>[rule_of(learner, table)];

@@ -6,19 +6,27 @@
 namespace embedfuse {
 namespace {
 
-// The rows of one table, and where it lies.
+// The rows of one table, where its sums go and where it is read.
 struct TableRows {
   int64_t row_base, rows, dim, offset;
-  int64_t table;  // in Group.tables
+  int64_t table;   // in Group.tables
+  int64_t stride;  // between the sums of rows that follow each other
+  int64_t source;
+  double max_norm;
 };
+
+inline TableRows rows_of(const Table& table, int64_t number) {
+  return {table.row_base, table.rows, table.dim, table.offset, number, table.dim, table.source, table.max_norm};
+}
 
 // The tables at hand, ascending by ROW_BASE, which tells them apart. Few, so a plain array.
 class TablesAtHand {
  public:
   bool allocate(int64_t most) { return tables_.allocate(most); }
 
-  // A table that is there already is not added again.
+  // A table that is there already is not added again, nor one without rows, whose ROW_BASE is another's, too.
   void add(const TableRows& table) {
+    if (table.rows == 0) return;
     int64_t place = count_;
     for (; place > 0 && tables_[place - 1].row_base >= table.row_base; --place) {
       if (tables_[place - 1].row_base == table.row_base) return;
@@ -30,14 +38,14 @@ class TablesAtHand {
   int64_t count() const { return count_; }
   const TableRows& operator[](int64_t i) const { return tables_[i]; }
 
-  // The place of the table with that ROW_BASE, or -1.
-  int64_t find(int64_t row_base) const {
+  // The table that a row is in, of all rows of all tables.
+  const TableRows& owner(int64_t row) const {
     int64_t low = 0, high = count_;
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
-      (tables_[middle].row_base <= row_base ? low : high) = middle;
+      (tables_[middle].row_base <= row ? low : high) = middle;
     }
-    return count_ != 0 && tables_[low].row_base == row_base ? low : -1;
+    return tables_[low];
   }
 
  private:

@@ -145,6 +145,19 @@ inline void store(T* to, Vector<A> value) {
   }
 }
 
+template <>
+inline void store<BFloat16, float>(BFloat16* to, Vector<float> value) {
+  typedef uint32_t Bits __attribute__((vector_size(VECTOR_BYTES)));
+  typedef uint16_t Narrow __attribute__((vector_size(VECTOR_BYTES / 2)));
+  Bits bits, is_nan;
+  memcpy(&bits, &value, sizeof bits);
+  const auto unequal = value != value;
+  memcpy(&is_nan, &unequal, sizeof is_nan);
+  const Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = 0x7fc0 | (bits >> 16 & 0x8000);
+  const Narrow result = __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), Narrow);
+  memcpy(to, &result, sizeof result);
+}
+
 #if defined(__AVX512F__)
 // (the masks take all lanes; GCC warns about the intrinsics without)
 template <>
@@ -228,20 +241,35 @@ __attribute__((noinline)) void narrow_row(const A* from, int64_t count, T* to) {
   for (; i < count; ++i) narrow(from[i], to + i);
 }
 
-template <class A>
-inline A square_sum(const A* row, int64_t count) {
+template <class T, class A>
+inline A dot(const T* row, const A* g, int64_t dim) {
+  constexpr int PARTS = 4;
+  Vector<A> part[PARTS] = {};
+  int64_t i = 0;
+  for (; i + PARTS * LANES<A> <= dim; i += PARTS * LANES<A>)
+    for (int p = 0; p < PARTS; ++p) part[p] += load<T, A>(row + i + p * LANES<A>) * load<A>(g + i + p * LANES<A>);
+  for (; i + LANES<A> <= dim; i += LANES<A>) part[0] += load<T, A>(row + i) * load<A>(g + i);
+  if (i < dim) {
+    const int rest = static_cast<int>(dim - i);
+    part[1] += load_some<T, A>(row + i, rest) * load_some<A>(g + i, rest);
+  }
+  return sum_lanes<A>((part[0] + part[1]) + (part[2] + part[3]));
+}
+
+template <class T, class A = Accumulation<T>>
+inline A square_sum(const T* row, int64_t count) {
   constexpr int PARTS = 4;
   Vector<A> part[PARTS] = {};
   int64_t i = 0;
   for (; i + PARTS * LANES<A> <= count; i += PARTS * LANES<A>) {
     for (int p = 0; p < PARTS; ++p) {
-      const Vector<A> value = load<A>(row + i + p * LANES<A>);
+      const Vector<A> value = load<T, A>(row + i + p * LANES<A>);
       part[p] += value * value;
     }
   }
   for (; i < count; i += LANES<A>) {
     const int64_t rest = count - i;
-    const Vector<A> value = load_some<A>(row + i, rest < LANES<A> ? static_cast<int>(rest) : LANES<A>);
+    const Vector<A> value = load_some<T, A>(row + i, rest < LANES<A> ? static_cast<int>(rest) : LANES<A>);
     part[0] += value * value;
   }
   return sum_lanes<A>((part[0] + part[1]) + (part[2] + part[3]));

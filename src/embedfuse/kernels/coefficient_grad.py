@@ -12,13 +12,16 @@ from .descriptors import (
     feature_column,
     feature_dim,
     feature_flags,
+    feature_max_norm,
     feature_moment,
     feature_offset,
     feature_power,
     feature_rows,
+    feature_stride,
     id_counts,
     moment_of,
 )
+from .max_norm import cut_factor
 
 SIZES = ["bags", "grad_row"]
 UNALIGNED = ["p_features", "p_ids", "p_offsets", "p_weights", "p_scale", "p_out"]
@@ -27,8 +30,8 @@ UNALIGNED = ["p_features", "p_ids", "p_offsets", "p_weights", "p_scale", "p_out"
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def coefficient_grad_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_scale, p_grad, p_out, bags, grad_row, grad_column,
-    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr,
-    DIM_ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CLIPPED: tl.constexpr,
+    ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: one bag of one feature, all columns in blocks of `BLOCK_D`, `ROWS` rows in flight."""
     bag = tl.program_id(0).to(tl.int64)
@@ -36,6 +39,7 @@ def coefficient_grad_kernel(
     rows = feature_rows(p_features, feature)
     dim = feature_dim(p_features, feature)
     flags = feature_flags(p_features, feature)
+    stride = feature_stride(p_features, feature)
     o_table = feature_offset(p_features, feature)
     moment = feature_moment(p_features, feature)
     power = feature_power(p_features, feature)
@@ -60,8 +64,10 @@ def coefficient_grad_kernel(
         if HAS_WEIGHTS:
             weights = tl.load(p_weights + at, mask=inside, other=0.0)
         counts = id_counts(ids, weights, rows, flags, inside)
-        o_row = tl.multiple_of((o_table + ids * dim)[:, None], [ALIGN, ALIGN])
+        o_row = tl.multiple_of((o_table + ids * stride)[:, None], [ALIGN, ALIGN])
         dot = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        if CLIPPED:
+            square = tl.zeros([ROWS, BLOCK_D], tl.float32)
         first = start * 0
         while first < dim:
             column = first + tl.arange(0, BLOCK_D)
@@ -71,8 +77,12 @@ def coefficient_grad_kernel(
                 tl.float32
             )
             dot += row * grad[None, :]
+            if CLIPPED:
+                square += row * row
             first += BLOCK_D
         product = tl.sum(dot, axis=1)
+        if CLIPPED:
+            product = product * cut_factor(tl.sum(square, axis=1), feature_max_norm(p_features, feature))
         tl.store(p_out + at, tl.where(counts, scale * product, 0.0), mask=inside)
         if NORMALISED:
             total += tl.where(counts, moment_of(weights, moment), 0.0)

@@ -4,6 +4,7 @@ Sizes never depend on the exact number of ids or bags, so a changing batch compi
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 SHORT_BAG = 4
 """Bags of at most this many ids on average are looked up many to a program."""
@@ -23,15 +24,20 @@ class LookupConfig:
 class UpdateConfig:
     """See `runs.py` and `row_update.py` for what the sizes mean."""
 
+    keys: int
     chunk: int
     block: int
     parts: int
     segments: int
     warps: int
+    long: int
+    terms: int
+    long_warps: int
+    long_programs: int
     join: int
     join_warps: int
+    joiners: int
     fold: int
-    edges: int
     block_d: int
 
 
@@ -42,13 +48,29 @@ def power_of_two(number: int) -> int:
 
 def lookup_config(widest: int, mean_length: float) -> LookupConfig:
     """Tiles of `pooled_lookup.py`. More than one warp to a program is slower."""
-    if mean_length <= SHORT_BAG:
+    return _lookup_config(widest, mean_length <= SHORT_BAG)
+
+
+@cache
+def _lookup_config(widest: int, short: bool) -> LookupConfig:
+    if short:
         block_d = min(max(power_of_two(widest), 4), 64)
         return LookupConfig(True, 2048 // block_d, block_d, 1)
     block_d = min(max(power_of_two(widest), 4), 128)
     return LookupConfig(False, min(1024 // block_d, 32), block_d, 1)
 
 
+@cache
+def whole_rows(config: LookupConfig, widest: int) -> LookupConfig:
+    """The same tiles with whole rows in each, since the length of a row is wanted."""
+    block_d = max(power_of_two(widest), 4)
+    if block_d <= config.block_d:
+        return config
+    lanes = max(config.lanes * config.block_d // block_d, 1)
+    return LookupConfig(config.short, lanes, block_d, min(max(config.warps, lanes * block_d // 2048), 32))
+
+
+@cache
 def max_config(widest: int) -> LookupConfig:
     """Tiles of `max_lookup.py`."""
     block_d = min(max(power_of_two(widest), 4), 256)
@@ -62,16 +84,17 @@ def coefficient_config(widest: int, mean_length: float) -> LookupConfig:
     return LookupConfig(False, lanes, block_d, max(1, block_d // 128))
 
 
+@cache
 def update_config(widest: int) -> UpdateConfig:
     """Tiles of `runs.py` and `row_update.py`; whole rows are in one program, since a rule may need its row's mean."""
     block_d = max(power_of_two(widest), 4)
     # what fits in few registers, so that many programs are under way
     segments = min(max(512 // block_d, 1), 32)
     warps = max(segments * block_d // 256, 1) if block_d <= 256 else min(block_d // 512, 32)
-    # few programs join cut runs, and most runs are in few pieces
-    narrow = block_d <= 64
     return UpdateConfig(
-        chunk=32, block=1024, parts=32 if block_d <= 256 else 64, segments=segments, warps=warps,
-        join=64 if narrow else max(2048 // block_d, 1), join_warps=2 if narrow else max(warps, 4), fold=64,
-        edges=16 if narrow else 4, block_d=block_d,
+        keys=512, chunk=64, block=512, parts=8 if block_d <= 64 else 16 if block_d <= 256 else 32, segments=segments,
+        warps=warps, long=16, terms=max(1024 // block_d, 1) if block_d < 512 else max(2048 // block_d, 1),
+        long_warps=1 if block_d < 512 else min(block_d // 128, 32), long_programs=4096,
+        join=min(max(2048 // block_d, 1), 16), join_warps=4 if block_d < 512 else max(warps, 8), joiners=1024,
+        fold=32, block_d=block_d,
     )  # fmt: skip

@@ -7,47 +7,62 @@ from .._triton import tl, triton
 
 @triton.jit
 def feature_table(p_features, feature):
-    return tl.load(p_features + feature * 9)
+    return tl.load(p_features + feature * 12)
 
 
 @triton.jit
 def feature_offset(p_features, feature):
-    return tl.load(p_features + feature * 9 + 1)
+    return tl.load(p_features + feature * 12 + 1)
 
 
 @triton.jit
 def feature_rows(p_features, feature):
-    return tl.load(p_features + feature * 9 + 2)
+    return tl.load(p_features + feature * 12 + 2)
 
 
 @triton.jit
 def feature_dim(p_features, feature):
-    return tl.load(p_features + feature * 9 + 3)
+    return tl.load(p_features + feature * 12 + 3)
 
 
 @triton.jit
 def feature_column(p_features, feature):
-    return tl.load(p_features + feature * 9 + 4)
+    return tl.load(p_features + feature * 12 + 4)
 
 
 @triton.jit
 def feature_row_base(p_features, feature):
-    return tl.load(p_features + feature * 9 + 5)
+    return tl.load(p_features + feature * 12 + 5)
 
 
 @triton.jit
 def feature_moment(p_features, feature):
-    return tl.load(p_features + feature * 9 + 6)
+    return tl.load(p_features + feature * 12 + 6)
 
 
 @triton.jit
 def feature_power(p_features, feature):
-    return tl.load(p_features + feature * 9 + 7)
+    return tl.load(p_features + feature * 12 + 7)
 
 
 @triton.jit
 def feature_flags(p_features, feature):
-    return tl.load(p_features + feature * 9 + 8)
+    return tl.load(p_features + feature * 12 + 8)
+
+
+@triton.jit
+def feature_stride(p_features, feature):
+    return tl.load(p_features + feature * 12 + 9)
+
+
+@triton.jit
+def feature_max_norm(p_features, feature):
+    return tl.load(p_features + feature * 12 + 10).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def feature_default_id(p_features, feature):
+    return tl.load(p_features + feature * 12 + 11)
 
 
 # --- `tables` -------------------------------------------------------------------------------------------------------
@@ -55,32 +70,42 @@ def feature_flags(p_features, feature):
 
 @triton.jit
 def table_offset(p_tables, table):
-    return tl.load(p_tables + table * 7)
+    return tl.load(p_tables + table * 9)
 
 
 @triton.jit
 def table_dim(p_tables, table):
-    return tl.load(p_tables + table * 7 + 2)
+    return tl.load(p_tables + table * 9 + 2)
 
 
 @triton.jit
 def table_row_base(p_tables, table):
-    return tl.load(p_tables + table * 7 + 3)
+    return tl.load(p_tables + table * 9 + 3)
 
 
 @triton.jit
 def table_rule(p_tables, table):
-    return tl.load(p_tables + table * 7 + 4)
+    return tl.load(p_tables + table * 9 + 4)
 
 
 @triton.jit
 def table_slot0(p_tables, table):
-    return tl.load(p_tables + table * 7 + 5)
+    return tl.load(p_tables + table * 9 + 5)
 
 
 @triton.jit
 def table_slot1(p_tables, table):
-    return tl.load(p_tables + table * 7 + 6)
+    return tl.load(p_tables + table * 9 + 6)
+
+
+@triton.jit
+def table_source(p_tables, table):
+    return tl.load(p_tables + table * 9 + 7)
+
+
+@triton.jit
+def table_max_norm(p_tables, table):
+    return tl.load(p_tables + table * 9 + 8).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 # --- ids ------------------------------------------------------------------------------------------------------------
@@ -111,7 +136,7 @@ def report_bad_ids(p_bad, p_ids, position, end, rows, flags, feature, STEP: tl.c
     """Keeps the first bad position of the batch, and its feature, in `p_bad`: each lane looks at every `STEP`th id.
 
     The word is `(2**40 - 1 - position) << 20 | feature`, so the first position is the largest word, and 0 is none.
-    This is the one atomic of the engine: a maximum, which does not depend on the order. Called only where an id is bad.
+    An atomic maximum, which does not depend on the order. Called only where an id is bad.
     """
     left = tl.max(end - position, axis=0)
     worst = position * 0

@@ -9,19 +9,22 @@ from .descriptors import (
     feature_column,
     feature_dim,
     feature_flags,
+    feature_max_norm,
     feature_offset,
     feature_rows,
+    feature_stride,
     id_counts,
     id_is_bad,
     report_bad_ids,
 )
+from .max_norm import cut_factor
 from .pooled_lookup import SIZES, UNALIGNED
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def max_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_winners, p_bad, bags, width,
-    HAS_WEIGHTS: tl.constexpr, CHECK: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr,
     BAGS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: `BAGS` bags of one feature, `BLOCK_D` columns, the j-th row of each bag in flight."""
@@ -32,7 +35,11 @@ def max_kernel(
     rows = feature_rows(p_features, feature)
     dim = feature_dim(p_features, feature)
     flags = feature_flags(p_features, feature)
+    stride = feature_stride(p_features, feature)
     o_table = feature_offset(p_features, feature)
+    if CLIPPED:
+        # one block of columns holds whole rows
+        longest_row = feature_max_norm(p_features, feature)
     lane = (program - feature * groups) * BAGS + tl.arange(0, BAGS)
     m_bag = lane < bags
     bag = feature * bags + lane
@@ -56,10 +63,12 @@ def max_kernel(
         counts = id_counts(ids, weights, rows, flags, inside)
         if CHECK:
             wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
-        o_row = tl.multiple_of((o_table + ids * dim)[:, None], [ALIGN, ALIGN])
+        o_row = tl.multiple_of((o_table + ids * stride)[:, None], [ALIGN, ALIGN])
         row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
             tl.float32
         )
+        if CLIPPED:
+            row = row * cut_factor(tl.sum(row * row, axis=1), longest_row)[:, None]
         if HAS_WEIGHTS:
             row = row * tl.where(counts, weights, 0.0)[:, None]
         first_nan = (row != row) & (best == best)

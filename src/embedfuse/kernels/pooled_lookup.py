@@ -9,16 +9,19 @@ from .descriptors import (
     feature_column,
     feature_dim,
     feature_flags,
+    feature_max_norm,
     feature_moment,
     feature_offset,
     feature_power,
     feature_rows,
+    feature_stride,
     id_counts,
     id_is_bad,
     moment_of,
     report_bad_ids,
     scale_of,
 )
+from .max_norm import cut_factor
 
 SIZES = ["bags", "width"]
 UNALIGNED = ["p_features", "p_ids", "p_offsets", "p_weights", "p_scale", "p_bad"]
@@ -27,7 +30,7 @@ UNALIGNED = ["p_features", "p_ids", "p_offsets", "p_weights", "p_scale", "p_bad"
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def pooled_long_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
-    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: one bag of one feature, `BLOCK_D` columns, `ROWS` rows in flight; ids are read one round ahead."""
@@ -38,7 +41,11 @@ def pooled_long_kernel(
     rows = feature_rows(p_features, feature)
     dim = feature_dim(p_features, feature)
     flags = feature_flags(p_features, feature)
+    stride = feature_stride(p_features, feature)
     o_table = feature_offset(p_features, feature)
+    if CLIPPED:
+        # one block of columns holds whole rows
+        longest_row = feature_max_norm(p_features, feature)
     lane = tl.arange(0, ROWS)
     column = block * BLOCK_D + tl.arange(0, BLOCK_D)
     m_column = column // ALIGN * ALIGN < dim
@@ -63,10 +70,12 @@ def pooled_long_kernel(
         counts = id_counts(ids, weights, rows, flags, inside)
         if CHECK:
             wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
-        o_row = tl.multiple_of((o_table + ids * dim)[:, None], [ALIGN, ALIGN])
+        o_row = tl.multiple_of((o_table + ids * stride)[:, None], [ALIGN, ALIGN])
         row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
             tl.float32
         )
+        if CLIPPED:
+            row = row * cut_factor(tl.sum(row * row, axis=1), longest_row)[:, None]
         if HAS_WEIGHTS:
             row = row * tl.where(counts, weights, 0.0)[:, None]
         acc += tl.sum(row, axis=0)[None, :]
@@ -90,7 +99,7 @@ def pooled_long_kernel(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def pooled_short_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
-    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, BAGS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: `BAGS` bags of one feature, `BLOCK_D` columns, the j-th row of each bag in flight."""
@@ -101,7 +110,11 @@ def pooled_short_kernel(
     rows = feature_rows(p_features, feature)
     dim = feature_dim(p_features, feature)
     flags = feature_flags(p_features, feature)
+    stride = feature_stride(p_features, feature)
     o_table = feature_offset(p_features, feature)
+    if CLIPPED:
+        # one block of columns holds whole rows
+        longest_row = feature_max_norm(p_features, feature)
     lane = (program - feature * groups) * BAGS + tl.arange(0, BAGS)
     m_bag = lane < bags
     bag = feature.to(tl.int64) * bags + lane
@@ -126,10 +139,12 @@ def pooled_short_kernel(
         counts = id_counts(ids, weights, rows, flags, inside)
         if CHECK:
             wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
-        o_row = tl.multiple_of((o_table + ids * dim)[:, None], [ALIGN, ALIGN])
+        o_row = tl.multiple_of((o_table + ids * stride)[:, None], [ALIGN, ALIGN])
         row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
             tl.float32
         )
+        if CLIPPED:
+            row = row * cut_factor(tl.sum(row * row, axis=1), longest_row)[:, None]
         if HAS_WEIGHTS:
             row = row * tl.where(counts, weights, 0.0)[:, None]
         acc += row

@@ -6,6 +6,7 @@ from .checkpoint import load, save
 from .collection import EmbeddingCollection
 from .embedding_bag import EmbeddingBag, embedding_bag
 from .optimizer import FusedOptimizer
+from .sparse_lookup import fused_embedding_lookup_sparse, fused_safe_embedding_lookup_sparse
 
 __all__ = [
     "Bags",
@@ -15,6 +16,8 @@ __all__ = [
     "SparseIds",
     "backends",
     "embedding_bag",
+    "fused_embedding_lookup_sparse",
+    "fused_safe_embedding_lookup_sparse",
     "load",
     "save",
     "use_backend",

@@ -233,10 +233,14 @@ class SparseIds:
         for axis, size in enumerate(self.dense_shape[:-1]):
             bag = bag * size + self.indices[:, axis]
             count *= size
-        bag, order = torch.sort(bag, stable=True)
-        edges = torch.arange(count + 1, device=bag.device, dtype=bag.dtype)
+        values, edges = self.values, torch.arange(count + 1, device=bag.device, dtype=bag.dtype)
+        # whether they are sorted already is known without waiting on a CPU only
+        untraced = bag.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not (untraced and bool((bag[1:] >= bag[:-1]).all())):
+            bag, order = torch.sort(bag, stable=True)
+            values, weights = values[order], None if weights is None else weights[order]
         offsets = torch.searchsorted(bag, edges).to(torch.int64)
-        return _unchecked(self.values[order], offsets, None if weights is None else weights[order])
+        return _unchecked(values, offsets, weights)
 
     def __repr__(self) -> str:
         return f"SparseIds(shape {self.dense_shape}, {self.values.shape[0]} ids, {self.values.dtype})"

@@ -14,8 +14,9 @@ from . import ledger as ledgers
 from .backends import Policy, accumulation_dtype
 from .functions import Layout, LookupForUpdate, PooledLookup, call, is_transformed, is_watched
 from .initializers import initialize
-from .layout import Launch, Part, assemble, part_of, plan_launch, planned_feature
+from .layout import Launch, Part, assemble, part_of, plan_launch, planned_feature, planned_table, without_fillers
 from .nest import flatten, leaves, rebuild, replace
+from .prepare import prepared
 from .sparse_grad import SparseGradLookup
 from .tables import Arena, Tables, named_tables
 
@@ -178,6 +179,12 @@ class EmbeddingCollection(nn.Module):
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
             )
         slot_number, launch = self._launch(number, tuple(part.copies for part in parts))
+        policy: Policy = self.out_of_range
+        if launch.has_defaults:
+            ids, offsets, weights = prepared(launch.features, ids, offsets, weights, bags, policy, slot_number)
+            policy = "drop"
+            if any(part.bags != bags for part in parts):
+                ids = without_fillers(ids, offsets, parts, bags)
         watched = is_watched(ids, buffer)
         learns = torch.is_grad_enabled() and (watched or any(table.requires_grad for table in arena.parameters))
         if not learns and not functional:
@@ -185,14 +192,14 @@ class EmbeddingCollection(nn.Module):
         elif self.update == "autograd":
             tables, starts = list(arena.parameters), arena.starts
         else:
-            return self._lookup_for_update(slot_number, launch, buffer, ids, offsets, weights, bags, watched)
-        layout = Layout(starts, arena.size, bags, launch.width, launch.normalised, self.out_of_range, slot_number)
+            return self._lookup_for_update(slot_number, launch, buffer, ids, offsets, weights, bags, policy, watched)
+        layout = Layout(starts, arena.size, bags, launch.width, launch.normalised, policy, slot_number, launch.cut)
         if learns and self.grad == "sparse":
             out = call(SparseGradLookup, weights, launch.features, ids, offsets, layout, *tables)
         elif watched:
             out, _ = torch.ops.embedfuse.pooled_lookup(
                 tables, starts, arena.size, launch.features, ids, offsets, weights, bags, launch.width,
-                launch.normalised, self.out_of_range, slot_number,
+                launch.normalised, policy, slot_number, launch.cut,
             )  # fmt: skip
         else:
             out, _ = call(PooledLookup, weights, launch.features, ids, offsets, layout, *tables)
@@ -201,15 +208,15 @@ class EmbeddingCollection(nn.Module):
 
     def _lookup_for_update(
         self, number: int, launch: Launch, buffer: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
-        bags: int, watched: bool,
+        bags: int, policy: Policy, watched: bool,
     ) -> Tensor:  # fmt: skip
         if watched:
             out, _ = torch.ops.embedfuse.lookup_for_update(
                 self._anchor, buffer, launch.features, ids, offsets, weights, bags, launch.width, launch.normalised,
-                self.out_of_range, number, ledgers.call_number(), torch.compiler.is_compiling(),
+                policy, number, ledgers.call_number(), torch.compiler.is_compiling(),
             )  # fmt: skip
         else:
-            layout = Layout((0,), buffer.numel(), bags, launch.width, launch.normalised, self.out_of_range, number)
+            layout = Layout((0,), buffer.numel(), bags, launch.width, launch.normalised, policy, number)
             out, _ = call(LookupForUpdate, self._anchor, weights, buffer, launch.features, ids, offsets, layout)
         result: Tensor = out
         return result
@@ -246,9 +253,7 @@ class EmbeddingCollection(nn.Module):
         groups = []
         for dtype in dict.fromkeys(config.dtype for config in configs):
             mine = [config for config in configs if config.dtype == dtype]
-            arena = Arena(
-                self.tables, [config.name or "" for config in mine], [(c.vocabulary_size, c.dim) for c in mine]
-            )
+            arena = Arena(self.tables, [config.name or "" for config in mine], [planned_table(c) for c in mine])
             members = [number for number, (_, leaf) in enumerate(self._leaves) if leaf.table.dtype == dtype]
             planned = [
                 planned_feature(self._leaves[number][1], mine.index(self._leaves[number][1].table))
@@ -263,7 +268,7 @@ class EmbeddingCollection(nn.Module):
             group = self._groups[number]
             # a tensor made in inference mode could never be saved for a backward
             with torch.inference_mode(False):
-                launch = plan_launch(group.arena.shapes, group.planned, copies, group.arena.buffer.device)
+                launch = plan_launch(group.arena.planned, group.planned, copies, group.arena.buffer.device)
             leaf_names = [self._leaves[member][0] for member in group.members]
             table_names = [self._leaves[member][1].table.name or "" for member in group.members]
             slot = ledgers.Slot(

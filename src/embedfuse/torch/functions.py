@@ -82,6 +82,7 @@ class Layout:
     normalised: bool
     policy: Policy
     owner: int = 0  # see `ledger.py`
+    cut: Tensor | None = None  # int64 [T, TABLE_WIDTH], if rows of any table are cut to a length
 
 
 @looped
@@ -104,7 +105,7 @@ class PooledLookup(torch.autograd.Function):
         ctx.layout, ctx.shapes = layout, [table.shape for table in tables]
         ctx.mark_non_differentiable(output[1])
         # tables may be written before backward runs, so they are kept only where their values are needed
-        kept = tables if ctx.needs_input_grad[0] else []
+        kept = tables if ctx.needs_input_grad[0] or layout.cut is not None else []
         ctx.save_for_backward(weights, features, ids, offsets, output[1], *kept)
         ctx.set_materialize_grads(False)
 
@@ -116,33 +117,38 @@ class PooledLookup(torch.autograd.Function):
         if grad is not None and ctx.needs_input_grad[0]:
             weights_grad = coefficient_grad(grad, weights, features, ids, offsets, scale, ctx.layout, tables)
         if grad is not None and any(ctx.needs_input_grad[5:]):
-            flat = row_grad(grad, weights, features, ids, offsets, scale, ctx.layout)
+            flat = row_grad(grad, weights, features, ids, offsets, scale, ctx.layout, tables)
             table_grads = ops.views_of(flat, ctx.shapes, ctx.layout.starts)
         return weights_grad, None, None, None, None, *table_grads
 
 
 @looped
 class RowGrad(torch.autograd.Function):
-    """`(grad [B, width], weights, …, scale) → gradient of all tables, flat [size]`; see `Backend.row_grad`."""
+    """`(grad [B, width], weights, …, scale, layout, *tables) → gradient of all tables, flat [size]`.
+
+    See `Backend.row_grad`; the tables matter, and need be given, where rows are cut.
+    """
 
     @staticmethod
     def forward(
         grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor,
-        layout: Layout,
+        layout: Layout, *tables: Tensor,
     ) -> Tensor:  # fmt: skip
         out = grad.new_zeros(layout.size)
         csr = Csr(ids, offsets, weights, layout.bags)
-        select(grad.device, grad.dtype).row_grad(out, features, csr, scale, grad)
+        rows = ops.rows_to_cut(tables, layout.starts, layout.size, layout.cut)
+        select(grad.device, grad.dtype).row_grad(out, features, csr, scale, grad, rows)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.layout = inputs[-1]
-        ctx.save_for_backward(*inputs[:-1])
+        ctx.layout, ctx.count = inputs[6], len(inputs)
+        ctx.save_for_backward(*inputs[:6])
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         grad, weights, features, ids, offsets, scale = ctx.saved_tensors
+        ops.refuse_second_cut(ctx.layout.cut)
         flat = replace(ctx.layout, starts=(0,), policy="drop")
         grad_grad = weights_grad = None
         if ctx.needs_input_grad[0]:
@@ -150,7 +156,7 @@ class RowGrad(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             ops.refuse_second_derivative(scale.shape[0] != 0)
             weights_grad = coefficient_grad(grad, weights, features, ids, offsets, scale, flat, [upstream])
-        return grad_grad, weights_grad, None, None, None, None, None
+        return grad_grad, weights_grad, *[None] * (ctx.count - 2)
 
 
 @looped
@@ -183,7 +189,7 @@ class CoefficientGrad(torch.autograd.Function):
             layout = replace(ctx.layout, normalised=False, policy="drop")
             grad_grad, _ = call(PooledLookup, upstream, features, ids, offsets, layout, *tables)
         if any(ctx.needs_input_grad[7:]):
-            flat = row_grad(grad, upstream, features, ids, offsets, scale, ctx.layout)
+            flat = row_grad(grad, upstream, features, ids, offsets, scale, ctx.layout, tables)
             table_grads = ops.views_of(flat, ctx.shapes, ctx.layout.starts)
         return grad_grad, None, None, None, None, None, None, *table_grads
 
@@ -254,13 +260,19 @@ def _max_grad(*arguments: Any) -> Any:
 
 
 def row_grad(
-    grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor, layout: Layout
-) -> Tensor:
-    """The gradient of all tables, flat."""
+    grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor,
+    layout: Layout, tables: Sequence[Tensor] = (),
+) -> Tensor:  # fmt: skip
+    """The gradient of all tables, flat; `tables` matter where rows are cut."""
+    if layout.cut is None:
+        tables = ()
     if not is_watched(grad):
-        made: Tensor = call(RowGrad, grad, weights, features, ids, offsets, scale, layout)
+        made: Tensor = call(RowGrad, grad, weights, features, ids, offsets, scale, layout, *tables)
         return made
-    made = torch.ops.embedfuse.row_grad(grad, layout.size, features, ids, offsets, weights, scale, grad, layout.bags)
+    made = torch.ops.embedfuse.row_grad(
+        grad, layout.size, features, ids, offsets, weights, scale, grad, layout.bags, layout.cut, list(tables),
+        list(layout.starts),
+    )  # fmt: skip
     return made
 
 
@@ -273,6 +285,6 @@ def coefficient_grad(
         made: Tensor = call(CoefficientGrad, grad, weights, features, ids, offsets, scale, layout, *tables)
         return made
     made = torch.ops.embedfuse.coefficient_grad(
-        list(tables), layout.starts, layout.size, features, ids, offsets, weights, scale, grad, layout.bags
+        list(tables), layout.starts, layout.size, features, ids, offsets, weights, scale, grad, layout.bags, layout.cut
     )
     return made

@@ -5,6 +5,7 @@ sequence of L places, or a dense tensor `[B, L]`, is L blocks of bags of one, so
 the rest.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import FeatureConfig
-from ..plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, PlannedFeature, plan_group
+from ..config import FeatureConfig, TableConfig
+from ..plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, NO_DEFAULT, PlannedFeature, PlannedTable, plan_group
 from .bags import Bags, SparseIds, check_ids
 
 
@@ -35,15 +36,24 @@ class Launch:
     features: Tensor  # int64 [sum of copies, FEATURE_WIDTH]
     width: int
     normalised: bool
+    has_defaults: bool
+    cut: Tensor | None  # int64 [T, TABLE_WIDTH], if rows of any table are cut to a length
 
 
 def plan_launch(
-    shapes: Sequence[tuple[int, int]], planned: Sequence[PlannedFeature], copies: Sequence[int], device: Any
+    tables: Sequence[PlannedTable], planned: Sequence[PlannedFeature], copies: Sequence[int], device: Any
 ) -> Launch:
     """Descriptors in which feature `f` appears `copies[f]` times in a row."""
     repeated = [feature for feature, count in zip(planned, copies, strict=True) for _ in range(count)]
-    group = plan_group(shapes, repeated)
-    return Launch(torch.from_numpy(group.features).to(device), group.width, group.normalised)
+    group = plan_group(tables, repeated)
+    is_cut = any(table.max_norm != math.inf for table in tables)
+    return Launch(
+        torch.from_numpy(group.features).to(device),
+        group.width,
+        group.normalised,
+        any(feature.default_id != NO_DEFAULT for feature in planned),
+        torch.from_numpy(group.tables).to(device) if is_cut else None,
+    )
 
 
 def planned_feature(config: FeatureConfig, table: int) -> PlannedFeature:
@@ -54,7 +64,13 @@ def planned_feature(config: FeatureConfig, table: int) -> PlannedFeature:
         flags = DROP_NEGATIVE_IDS | (0 if combiner == "sum" else DROP_NONPOSITIVE_WEIGHTS)
     if config.max_sequence_length:
         combiner, flags = "sum", DROP_NEGATIVE_IDS
-    return PlannedFeature(table, combiner, flags)
+    return PlannedFeature(table, combiner, flags, NO_DEFAULT if config.default_id is None else config.default_id)
+
+
+def planned_table(config: TableConfig) -> PlannedTable:
+    """What the engine must know of a table of the collection."""
+    max_norm = math.inf if config.max_norm is None else float(config.max_norm)
+    return PlannedTable(config.vocabulary_size, config.dim, max_norm)
 
 
 def part_of(name: str, config: FeatureConfig, value: Any) -> Part:
@@ -190,6 +206,18 @@ def _offsets(parts: Sequence[Part], bags: int, ids: Tensor) -> Tensor:
     last = stacked[:, -1]
     end = torch.cumsum(last, 0)
     return torch.cat([(stacked[:, :-1] + (end - last)[:, None]).reshape(-1), end[-1:]])
+
+
+def without_fillers(rows: Tensor, offsets: Tensor, parts: Sequence[Part], bags: int) -> Tensor:
+    """Prepared ids without the defaults of bags that only fill a feature up: nobody looked those rows up."""
+    fillers, first = [], 0
+    for part in parts:
+        for _ in range(part.copies):
+            if part.bags != bags:
+                fillers.append(torch.arange(first + part.bags, first + bags, device=rows.device))
+            first += bags
+    # the default is the last of its bag
+    return rows.index_fill(0, offsets[torch.cat(fillers) + 1] - 1, -1)
 
 
 def _fill_up(part: Part, bags: int) -> Part:

@@ -1,74 +1,109 @@
 """Lookups in one table, what `embedding_bag` is made of: as ops where ops are traced, as Functions elsewhere."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..combiners import COMBINERS
+from ..plan import NO_DEFAULT, PlannedFeature, PlannedTable, plan_group
 from . import sparse_op  # noqa: F401 (declares its ops)
 from .backends import Policy
 from .compiling import constant_in_graphs
 from .functions import Layout, MaxLookup, PooledLookup, call, is_transformed
 from .sparse_grad import SparseGradLookup
 
-_Kind = tuple[int, int, str, int, torch.device]  # rows, dim, combiner, flags, device
-_known: dict[_Kind, Tensor] = {}
+
+class Kind(NamedTuple):
+    """A lookup in one table; `flags`, `max_norm` and `default_id` are those of `plan.py`."""
+
+    rows: int
+    dim: int
+    combiner: str
+    flags: int
+    device: torch.device
+    max_norm: float = math.inf
+    default_id: int = NO_DEFAULT
 
 
-def _describe(kind: _Kind) -> Tensor:
-    rows, dim, combiner, flags, device = kind
-    moment, power = COMBINERS[combiner].moment, COMBINERS[combiner].power
-    # the columns of `plan.py`: one table that starts at element 0 and at column 0
-    return torch.tensor([[0, 0, rows, dim, 0, 0, moment, power, flags]], device=device)
+_known: dict[tuple[Kind, bool], Tensor] = {}
 
 
-def _remembered(kind: _Kind) -> Tensor:
-    made = _known.get(kind)
+def _describe(kind: Kind, table: bool) -> Tensor:
+    planned = PlannedFeature(0, kind.combiner, kind.flags, kind.default_id)
+    group = plan_group([PlannedTable(kind.rows, kind.dim, kind.max_norm)], [planned])
+    return torch.tensor((group.tables if table else group.features).tolist(), device=kind.device)
+
+
+def _remembered(kind: Kind, table: bool) -> Tensor:
+    made = _known.get((kind, table))
     if made is None:
         # a tensor made in inference mode could never be saved for a backward
         with torch.inference_mode(False):
-            made = _describe(kind)
+            made = _describe(kind, table)
         # and one made inside of a transform or a fake mode is of no use after it
         if not is_transformed() and type(made) is Tensor:
-            _known[kind] = made
+            _known[kind, table] = made
     return made
 
 
-# a constant of the graph: copying it to the device in every call would keep CUDA graphs from being captured
+class _Shelf:
+    """Descriptors as attributes, where a compiler finds them; it sees new ones, which it would not in a dict."""
+
+
+_shelf = _Shelf()
+_names: dict[tuple[Kind, bool], str] = {}
+
+
 @constant_in_graphs
-def _constant(rows: int, dim: int, combiner: str, flags: int, device: torch.device) -> Tensor:
-    return _remembered((rows, dim, combiner, flags, device))
+def _put_on_shelf(
+    rows: int, dim: int, combiner: str, flags: int, device: torch.device, max_norm: float, default_id: int, table: bool
+) -> str:
+    kind = Kind(rows, dim, combiner, flags, device, max_norm, default_id)
+    made = _remembered(kind, table)
+    # CUDA graphs read it where it is, instead of a copy made for each call
+    torch._dynamo.mark_static_address(made)
+    name = _names.setdefault((kind, table), f"descriptors_{len(_names)}")
+    setattr(_shelf, name, made)
+    return name
 
 
-def descriptor(weight: Tensor, combiner: str, flags: int, watched: bool) -> Tensor:
-    """The descriptors of a launch with `weight` as its only table, int64 `[1, FEATURE_WIDTH]` on its device."""
-    kind = (weight.shape[0], weight.shape[1], combiner, flags, weight.device)
+def descriptor(
+    weight: Tensor, combiner: str, flags: int, watched: bool, max_norm: float = math.inf, default_id: int = NO_DEFAULT,
+    table: bool = False,
+) -> Tensor:  # fmt: skip
+    """The descriptors of a launch with `weight` as its only table, int64 `[1, FEATURE_WIDTH]` on its device.
+
+    With `table` those of the table itself, `[1, TABLE_WIDTH]`.
+    """
+    kind = Kind(weight.shape[0], weight.shape[1], combiner, flags, weight.device, max_norm, default_id)
     if not watched:
-        return _remembered(kind)
+        return _remembered(kind, table)
     if torch.compiler.is_dynamo_compiling():
         # imported here, since it takes a second and only a compiler needs it
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 
         # a graph serves tables of one shape
         rows, dim = int(guard_scalar(weight.shape[0])), int(guard_scalar(weight.shape[1]))
-        made: Tensor = _constant(rows, dim, combiner, flags, weight.device)
+        name = _put_on_shelf(rows, dim, combiner, flags, weight.device, max_norm, default_id, table)
+        made: Tensor = getattr(_shelf, name)
         return made
-    return _describe(kind)
+    return _describe(kind, table)
 
 
 def pooled(
     weight: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, normalised: bool,
-    policy: Policy, watched: bool,
+    policy: Policy, watched: bool, cut: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`torch.ops.embedfuse.pooled_lookup` of one table: `[B, D]`."""
+    """`torch.ops.embedfuse.pooled_lookup` of one table: `[B, D]`. `cut` describes the table if its rows are cut."""
     bags = offsets.shape[0] - 1
     if watched:
         out, _ = torch.ops.embedfuse.pooled_lookup(
-            [weight], [0], weight.numel(), features, ids, offsets, weights, bags, weight.shape[1], normalised, policy, 0
-        )
+            [weight], [0], weight.numel(), features, ids, offsets, weights, bags, weight.shape[1], normalised, policy,
+            0, cut,
+        )  # fmt: skip
     else:
-        layout = Layout((0,), weight.numel(), bags, weight.shape[1], normalised, policy)
+        layout = Layout((0,), weight.numel(), bags, weight.shape[1], normalised, policy, cut=cut)
         out, _ = call(PooledLookup, weights, features, ids, offsets, layout, weight)
     result: Tensor = out
     return result

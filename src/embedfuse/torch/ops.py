@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from . import ledger
-from .backends import BadId, Csr, Policy, accumulation_dtype, select
+from .backends import BadId, Csr, Policy, Rows, accumulation_dtype, select
 
 _lib = torch.library.Library("embedfuse", "DEF")
 _COMMON = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights, SymInt bags, SymInt width"
 
 _lib.define(
-    f"pooled_lookup(Tensor[] tables, int[] starts, int size, {_COMMON}, bool normalised, str policy, int owner)"
-    " -> (Tensor, Tensor)"
+    f"pooled_lookup(Tensor[] tables, int[] starts, int size, {_COMMON}, bool normalised, str policy, int owner,"
+    " Tensor? cut) -> (Tensor, Tensor)"
 )
 _lib.define(
     f"lookup_for_update(Tensor anchor, Tensor table, {_COMMON}, bool normalised, str policy, int owner, int call,"
@@ -35,11 +35,11 @@ _lib.define(
 )
 _lib.define(
     "row_grad(Tensor like, int size, Tensor features, Tensor ids, Tensor offsets, Tensor? weights, Tensor scale,"
-    " Tensor grad, SymInt bags) -> Tensor"
+    " Tensor grad, SymInt bags, Tensor? cut, Tensor[] tables, int[] starts) -> Tensor"
 )
 _lib.define(
     "coefficient_grad(Tensor[] tables, int[] starts, int size, Tensor features, Tensor ids, Tensor offsets,"
-    " Tensor? weights, Tensor scale, Tensor grad, SymInt bags) -> Tensor"
+    " Tensor? weights, Tensor scale, Tensor grad, SymInt bags, Tensor? cut) -> Tensor"
 )
 
 
@@ -68,6 +68,11 @@ def base_of(tables: Sequence[Tensor], starts: Sequence[int], size: int) -> Tenso
     for table, start in zip(tables, starts, strict=True):
         flat[start : start + table.numel()] = table.detach().reshape(-1)
     return flat
+
+
+def rows_to_cut(tables: Sequence[Tensor], starts: Sequence[int], size: int, cut: Tensor | None) -> Rows | None:
+    """What the gradient of cutting rows to a length reads; `cut` describes the tables."""
+    return None if cut is None else Rows(base_of(tables, starts, size), cut)
 
 
 def look_up(
@@ -104,6 +109,7 @@ def look_up_for_update(
 def _pooled_lookup(
     tables: list[Tensor], starts: list[int], size: int, features: Tensor, ids: Tensor, offsets: Tensor,
     weights: Tensor | None, bags: int, width: int, normalised: bool, policy: Policy, owner: int,
+    cut: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     table = base_of(tables, starts, size)
     return look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
@@ -140,17 +146,18 @@ def finish_backward(
 
 def _row_grad(
     like: Tensor, size: int, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, scale: Tensor,
-    grad: Tensor, bags: int,
+    grad: Tensor, bags: int, cut: Tensor | None, tables: Sequence[Tensor], starts: Sequence[int],
 ) -> Tensor:  # fmt: skip
     out = like.new_zeros(size)
     csr = Csr(ids, offsets, weights, bags)
-    select(like.device, like.dtype).row_grad(out, features, csr, scale, grad)
+    rows = rows_to_cut(tables, starts, size, cut)
+    select(like.device, like.dtype).row_grad(out, features, csr, scale, grad, rows)
     return out
 
 
 def _coefficient_grad(
     tables: list[Tensor], starts: list[int], size: int, features: Tensor, ids: Tensor, offsets: Tensor,
-    weights: Tensor | None, scale: Tensor, grad: Tensor, bags: int,
+    weights: Tensor | None, scale: Tensor, grad: Tensor, bags: int, cut: Tensor | None,
 ) -> Tensor:  # fmt: skip
     table = base_of(tables, starts, size)
     csr = Csr(ids, offsets, weights, bags)
@@ -178,7 +185,7 @@ def _lookup_shapes(table: Tensor, features: Tensor, bags: int, width: int, norma
 @torch.library.register_fake("embedfuse::pooled_lookup", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     tables: Any, starts: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, width: Any,
-    normalised: Any, policy: Any, owner: Any,
+    normalised: Any, policy: Any, owner: Any, cut: Any,
 ) -> Any:  # fmt: skip
     return _lookup_shapes(tables[0], features, bags, width, normalised)
 
@@ -203,15 +210,16 @@ def _(
 
 @torch.library.register_fake("embedfuse::row_grad", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
-    like: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any, bags: Any
-) -> Any:
+    like: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any, bags: Any,
+    cut: Any, tables: Any, starts: Any,
+) -> Any:  # fmt: skip
     return like.new_empty(size)
 
 
 @torch.library.register_fake("embedfuse::coefficient_grad", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     tables: Any, starts: Any, size: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, grad: Any,
-    bags: Any,
+    bags: Any, cut: Any,
 ) -> Any:  # fmt: skip
     return ids.new_empty(ids.shape, dtype=accumulation_dtype(tables[0].dtype))
 
@@ -233,28 +241,40 @@ def refuse_second_derivative(normalised: bool) -> None:
         )
 
 
+def refuse_second_cut(cut: Tensor | None) -> None:
+    """Raises where the gradient of cut rows would be differentiated."""
+    if cut is not None:
+        raise NotImplementedError(
+            "the gradient of tables with `max_norm` cannot be differentiated again: shorten the rows beforehand, "
+            "with torch.renorm(table, 2, 0, max_norm)"
+        )
+
+
 def _save_lookup(ctx: Any, inputs: Any, output: Any) -> None:
-    tables, starts, size, features, ids, offsets, weights, bags, _width, _normalised, _policy, _owner = inputs
+    tables, starts, size, features, ids, offsets, weights, bags, _width, _normalised, _policy, _owner, cut = inputs
     ctx.starts, ctx.size, ctx.bags, ctx.shapes = starts, size, bags, [table.shape for table in tables]
     # tables may be written before backward runs, so they are kept only where their values are needed
-    kept = tables if weights is not None and weights.requires_grad else []
-    ctx.save_for_backward(features, ids, offsets, weights, output[1], *kept)
+    kept = tables if (weights is not None and weights.requires_grad) or cut is not None else []
+    ctx.save_for_backward(features, ids, offsets, weights, output[1], cut, *kept)
     ctx.set_materialize_grads(False)
 
 
 def _lookup_backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
-    features, ids, offsets, weights, scale, *tables = ctx.saved_tensors
-    nothing: list[Any] = [None] * 12
+    features, ids, offsets, weights, scale, cut, *tables = ctx.saved_tensors
+    nothing: list[Any] = [None] * 13
     # a Tensor[] input must be answered with a list, also when there is nothing to say
     nothing[0] = [None] * len(ctx.shapes)
     if grad is None:
         return tuple(nothing)
     if ctx.needs_input_grad[0]:
-        flat = torch.ops.embedfuse.row_grad(grad, ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags)
+        to_cut = (cut, [] if cut is None else list(tables), ctx.starts)
+        flat = torch.ops.embedfuse.row_grad(
+            grad, ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags, *to_cut
+        )
         nothing[0] = views_of(flat, ctx.shapes, ctx.starts)
     if ctx.needs_input_grad[6]:
         nothing[6] = torch.ops.embedfuse.coefficient_grad(
-            list(tables), ctx.starts, ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
+            list(tables), ctx.starts, ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags, cut
         )
     return tuple(nothing)
 
@@ -263,53 +283,56 @@ torch.library.register_autograd("embedfuse::pooled_lookup", _lookup_backward, se
 
 
 def _save_row_grad(ctx: Any, inputs: Any, output: Any) -> None:
-    _like, size, features, ids, offsets, weights, scale, grad, bags = inputs
-    ctx.size, ctx.bags, ctx.width = size, bags, grad.shape[1]
-    ctx.save_for_backward(features, ids, offsets, weights, scale, grad)
+    _like, size, features, ids, offsets, weights, scale, grad, bags, cut, tables, _starts = inputs
+    ctx.size, ctx.bags, ctx.width, ctx.count = size, bags, grad.shape[1], len(tables)
+    ctx.save_for_backward(features, ids, offsets, weights, scale, grad, cut)
 
 
 def _row_grad_backward(ctx: Any, upstream: Any) -> Any:
-    features, ids, offsets, weights, scale, grad = ctx.saved_tensors
+    features, ids, offsets, weights, scale, grad, cut = ctx.saved_tensors
+    refuse_second_cut(cut)
     normalised = scale.shape[0] != 0
     grad_grad = weights_grad = None
     if ctx.needs_input_grad[5]:
         refuse_second_derivative(normalised)
         weights_grad = torch.ops.embedfuse.coefficient_grad(
-            [upstream.contiguous()], [0], ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags
-        )
+            [upstream.contiguous()], [0], ctx.size, features, ids, offsets, weights, scale, grad, ctx.bags,
+            None,
+        )  # fmt: skip
     if ctx.needs_input_grad[7]:
         grad_grad, _ = torch.ops.embedfuse.pooled_lookup(
             [upstream.contiguous()], [0], ctx.size, features, ids, offsets, weights, ctx.bags, ctx.width, normalised,
-            "drop", 0,
+            "drop", 0, None,
         )  # fmt: skip
-    return None, None, None, None, None, weights_grad, None, grad_grad, None
+    return None, None, None, None, None, weights_grad, None, grad_grad, None, None, [None] * ctx.count, None
 
 
 torch.library.register_autograd("embedfuse::row_grad", _row_grad_backward, setup_context=_save_row_grad, lib=_lib)
 
 
 def _save_coefficient_grad(ctx: Any, inputs: Any, output: Any) -> None:
-    tables, starts, size, features, ids, offsets, _weights, scale, grad, bags = inputs
+    tables, starts, size, features, ids, offsets, _weights, scale, grad, bags, cut = inputs
     ctx.count, ctx.starts, ctx.size, ctx.bags, ctx.width = len(tables), starts, size, bags, grad.shape[1]
-    ctx.save_for_backward(*tables, features, ids, offsets, scale, grad)
+    ctx.save_for_backward(*tables, features, ids, offsets, scale, grad, cut)
 
 
 def _coefficient_grad_backward(ctx: Any, upstream: Any) -> Any:
     saved = ctx.saved_tensors
-    tables, (features, ids, offsets, scale, grad) = saved[: ctx.count], saved[ctx.count :]
+    tables, (features, ids, offsets, scale, grad, cut) = saved[: ctx.count], saved[ctx.count :]
     refuse_second_derivative(scale.shape[0] != 0)
     ones = scale.new_empty(0)
-    result: list[Any] = [None] * 10
+    result: list[Any] = [None] * 11
     result[0] = [None] * ctx.count
     if ctx.needs_input_grad[0]:
         flat = torch.ops.embedfuse.row_grad(
-            tables[0], ctx.size, features, ids, offsets, upstream.contiguous(), ones, grad, ctx.bags
-        )
+            tables[0], ctx.size, features, ids, offsets, upstream.contiguous(), ones, grad, ctx.bags,
+            cut, [] if cut is None else list(tables), ctx.starts,
+        )  # fmt: skip
         result[0] = views_of(flat, [table.shape for table in tables], ctx.starts)
     if ctx.needs_input_grad[8]:
         result[8], _ = torch.ops.embedfuse.pooled_lookup(
             list(tables), ctx.starts, ctx.size, features, ids, offsets, upstream.contiguous(), ctx.bags, ctx.width,
-            False, "drop", 0,
+            False, "drop", 0, cut,
         )  # fmt: skip
     return tuple(result)
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan import DIM, OFFSET, ROW_BASE, ROWS, TABLE
+from ..plan import DIM, OFFSET, ROW_BASE, ROWS, T_MAX_NORM, TABLE, number_of
+from .backends.eager_sums import cut_gradient
 from .functions import CoefficientGrad, Layout, PooledLookup, RowGrad
 
 
@@ -23,7 +24,7 @@ class SparseGradLookup(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, scale = PooledLookup.forward(weights, features, ids, offsets, layout, *tables)
         ctx.layout, ctx.shapes = layout, [table.shape for table in tables]
-        kept = tables if ctx.needs_input_grad[0] else ()
+        kept = tables if ctx.needs_input_grad[0] or layout.cut is not None else ()
         ctx.save_for_backward(weights, features, ids, offsets, scale, *kept)
         return out
 
@@ -37,11 +38,14 @@ class SparseGradLookup(torch.autograd.Function):
             weights_grad = CoefficientGrad.forward(grad, weights, features, ids, offsets, scale, layout, *tables)
         compact, local, rows = _compact(features, ids, offsets, bags, len(ctx.shapes))
         total = sum(len(row) * shape[1] for row, shape in zip(rows, ctx.shapes, strict=True))
-        flat = RowGrad.forward(grad, weights, compact, local, offsets, scale, replace(layout, size=total))
+        flat = RowGrad.forward(grad, weights, compact, local, offsets, scale, replace(layout, size=total, cut=None))
         grads, start = [], 0
-        for row, shape in zip(rows, ctx.shapes, strict=True):
+        for number, (row, shape) in enumerate(zip(rows, ctx.shapes, strict=True)):
             values = flat[start : start + len(row) * shape[1]].view(len(row), shape[1])
             start += values.numel()
+            if layout.cut is not None:
+                most = number_of(int(layout.cut[number, T_MAX_NORM]))
+                values = cut_gradient(values, tables[number].index_select(0, row), most)
             grads.append(torch.sparse_coo_tensor(row[None], values, shape, is_coalesced=True, check_invariants=False))
         return weights_grad, None, None, None, None, *grads
 

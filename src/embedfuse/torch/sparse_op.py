@@ -82,7 +82,7 @@ def _backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
         table_grad = torch.sparse_coo_tensor(names[None], values, ctx.shape, check_invariants=False)
     if grad is not None and ctx.needs_input_grad[4]:
         weights_grad = torch.ops.embedfuse.coefficient_grad(
-            [table], [0], ctx.shape.numel(), features, ids, offsets, weights, scale, grad, ctx.bags
+            [table], [0], ctx.shape.numel(), features, ids, offsets, weights, scale, grad, ctx.bags, None
         )
     return table_grad, None, None, None, weights_grad, None, None, None
 

@@ -10,7 +10,7 @@ from ..optim import Optimizer
 from ..optim.base import ROUNDING_SEED
 from ..plan import ALIGNMENT, FROZEN, T_RULE, T_SLOT0
 from .backends import accumulation_dtype
-from .tables import Arena
+from .tables import Arena, zeros
 
 
 class GroupState:
@@ -43,7 +43,7 @@ class GroupState:
                 total += -(-shape[0] * shape[1] // ALIGNMENT) * ALIGNMENT
             self._places.append(places)
         device = arena.buffer.device
-        self.slots = torch.zeros(max(total, 1), dtype=accumulation_dtype(arena.buffer.dtype), device=device)
+        self.slots = zeros(max(total, 1), accumulation_dtype(arena.buffer.dtype), device)
         self.steps = torch.zeros(len(optimizers), dtype=torch.int64, device=device)
         self.hyper = torch.zeros((0, 0), dtype=torch.float64, device=device)
         self._learning_rates: list[float] = []

@@ -1,5 +1,7 @@
 """The tables of a collection: ordinary parameters, whose rows lie in one buffer per storage type."""
 
+import contextlib
+import math
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from typing import Any, cast
 
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TableConfig
-from ..plan import T_OFFSET, plan_group
+from ..plan import T_OFFSET, PlannedTable, plan_group
 
 
 class Tables(nn.Module):
@@ -47,23 +49,40 @@ class Tables(nn.Module):
         return "\n".join(f"{name}: {list(table.shape)} {table.dtype}" for name, table in self.items())
 
 
+def zeros(size: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """`torch.zeros`, in large pages of memory where the CPU engine can have them: rows are read faster there."""
+    made = torch.empty(size, dtype=dtype, device=device)
+    if made.device.type == "cpu" and type(made) is Tensor:
+        with contextlib.suppress(ImportError):
+            from ..cpu import prefer_large_pages
+
+            prefer_large_pages(made)
+    return made.zero_()
+
+
 class Arena:
     """One flat buffer and the tables that lie in it.
 
     Args:
         tables: the holder of the parameters.
         names: the tables of this buffer, of one dtype, in order.
-        shapes: their `(rows, dim)`.
+        planned: what they are like.
     """
 
-    def __init__(self, tables: Tables, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> None:
-        self.names, self.shapes = list(names), list(shapes)
-        plan = plan_group(self.shapes, [])
+    def __init__(self, tables: Tables, names: Sequence[str], planned: Sequence[PlannedTable]) -> None:
+        self.names, self.planned = list(names), list(planned)
+        self.shapes = [(table.rows, table.dim) for table in planned]
+        plan = plan_group(planned, [])
         self.descriptors = plan.tables
         self.size = plan.size
         self.starts = [int(start) for start in plan.tables[:, T_OFFSET]]
         self._tables = tables
         self.buffer = torch.empty(0)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether rows of any table are cut to a length."""
+        return any(table.max_norm != math.inf for table in self.planned)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -72,7 +91,7 @@ class Arena:
 
     def allocate(self, dtype: torch.dtype, device: Any) -> None:
         """Makes the buffer, and parameters that lie in it, for the first time."""
-        self.buffer = torch.zeros(self.size, dtype=dtype, device=device)
+        self.buffer = zeros(self.size, dtype, device)
         for name, view in zip(self.names, self._views(), strict=True):
             self._tables.put(name, nn.Parameter(view))
 
@@ -96,7 +115,7 @@ class Arena:
                     f"{tables[0].device} and {table.dtype} on {table.device} for {name!r}: move the whole collection"
                 )
         old = [table.data for table in tables]
-        self.buffer = torch.zeros(self.size, dtype=tables[0].dtype, device=tables[0].device)
+        self.buffer = zeros(self.size, tables[0].dtype, tables[0].device)
         self._point()
         with torch.no_grad():
             for table, values in zip(tables, old, strict=True):

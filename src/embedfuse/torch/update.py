@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..optim import apply_rule
 from ..plan import COLUMN, ROW_BASE, ROWS
-from .backends import Csr, Update, select
+from .backends import Csr, Rows, Update, select
 from .backends.rounding import rounded
 from .ledger import Record
 from .state import GroupState
@@ -158,7 +158,8 @@ def _step_all_rows(
     arena = state.arena
     # summed in the accumulation type: the tables' own may be too coarse for a gradient
     flat = torch.zeros(arena.size, dtype=state.slots.dtype, device=arena.buffer.device)
-    select(grad.device, flat.dtype).row_grad(flat, features, csr, scale, grad)
+    to_cut = Rows(arena.buffer.to(flat.dtype), state.masked([True] * len(modes))[0]) if arena.is_cut else None
+    select(grad.device, flat.dtype).row_grad(flat, features, csr, scale, grad, to_cut)
     for number, (table, start) in enumerate(zip(arena.parameters, arena.starts, strict=True)):
         if modes[number] != "all":
             continue

@@ -49,6 +49,34 @@ class BadId(IndexError):
         self.position = position
 
 
+class Rows(NamedTuple):
+    """Where rows can be read, for the gradient of cutting them to a length (MAX_NORM)."""
+
+    table: Tensor  # what SOURCE in `tables` counts from; of the type the sums are written in
+    tables: Tensor  # int64 [T, TABLE_WIDTH]; OFFSET is where the sums are written
+
+
+class Shards(NamedTuple):
+    """One table whose rows lie in several tensors of one device. Its rows are numbered shard after shard.
+
+    An id whose row would be beyond the end of its shard is out of range like any other.
+    """
+
+    described: Tensor  # int64 [P, 3]: rows of the shards before; rows; where it starts, from a common base
+    modulo: bool  # id `i` is row `i // P` of shard `i % P`; else ids number the rows shard after shard
+    stride: int  # from one row to the next, in the unit of the starts
+
+
+class Prepared(NamedTuple):
+    """What `prepare_ids` made: ids that need no more checking, with a place for a default in every bag."""
+
+    rows: Tensor  # int64 [N + R * F * B]: the row of each id that counts, -1 for the others
+    starts: Tensor | None  # as rows: where the row starts, -1 if none does, if there are shards
+    offsets: Tensor  # int64 [R * F * B + 1]
+    weights: Tensor | None  # as rows
+    places: Tensor  # int64 [N]: where each of the ids given went
+
+
 @dataclass
 class Update:
     """All that one update pass needs beside the ids. Tensors marked `!` are written."""
@@ -73,6 +101,11 @@ class Backend(Protocol):
     """
 
     name: str
+
+    # A row longer than MAX_NORM is cut to that length, in every op, before its weight: `row(id) = c * e` with
+    # `c = MAX_NORM / ||e||` (the length in the accumulation type) where `||e|| > MAX_NORM`, else 1. Its gradient is
+    # the true one: `c * (g - e * <e, g> / ||e||²)`, made once for the sum `g` of a row's contributions, before all
+    # that is done with the sum. (Tables read by max pooling have no MAX_NORM; `max_grad` knows no cut.)
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """None if tables of this kind are served, else the reason why not."""
@@ -100,8 +133,24 @@ class Backend(Protocol):
         """
         ...
 
-    def row_grad(self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> None:
-        """The same sums, put in `out` at OFFSET + id * DIM; `out` is flat, of the table's dtype, zero on entry."""
+    def row_grad(
+        self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None
+    ) -> None:
+        """The same sums, put in `out` at OFFSET + id * DIM; `out` is flat, of the table's dtype, zero on entry.
+
+        `rows` must be given if any table has a MAX_NORM. Its descriptors then say which key (ROW_BASE + id) belongs to
+        which table and where that row goes; there may be more tables than the features name (shards of one).
+        """
+        ...
+
+    def prepare_ids(self, features: Tensor, csr: Csr, shards: Shards | None, policy: Policy) -> Prepared:
+        """The validity of all ids, decided once; one id more in every bag; the shard of each id.
+
+        Bag `k` of all bags gets the places `offsets[k] + k .. offsets[k + 1] + k` inclusive: its own ids in order, -1
+        for those that are absent, and last its default: DEFAULT_ID with weight 1 if no id of the bag counts and the
+        feature has one, else -1 with weight 0. With `shards` there is one feature, whose ROWS is that of all shards.
+        Raises `BadId` (a position in `csr.ids`) like `pooled_lookup`.
+        """
         ...
 
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from torch import Tensor
 from ... import cpu
 from ...optim.base import apply_rule
 from ...plan import FROZEN, T_OFFSET, T_RULE, T_SLOT0
-from . import BadId, Csr, Policy, Update, accumulation_dtype
-from .eager import view_of_table
+from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, accumulation_dtype
+from .eager_sums import view_of_table
 from .rounding import rounded
 
 
@@ -95,8 +95,30 @@ class CpuBackend:
         for slot, value in zip(slots, state, strict=True):
             slot[rows] = value
 
-    def row_grad(self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> None:
-        cpu.row_grad(out, features, _packed(csr), scale.contiguous(), grad, threads=torch.get_num_threads())
+    def row_grad(
+        self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None
+    ) -> None:
+        cpu.row_grad(out, features, _packed(csr), scale.contiguous(), grad, rows, threads=torch.get_num_threads())
+
+    def prepare_ids(self, features: Tensor, csr: Csr, shards: Shards | None, policy: Policy) -> Prepared:
+        csr = _packed(csr)
+        if shards is not None:
+            shards = shards._replace(described=shards.described.contiguous())
+        ids = csr.ids.shape[0]
+        places = ids + csr.offsets.shape[0] - 1
+        prepared = Prepared(
+            rows=torch.empty(places, dtype=torch.int64),
+            starts=None if shards is None else torch.empty(places, dtype=torch.int64),
+            offsets=torch.empty_like(csr.offsets),
+            weights=None if csr.weights is None else csr.weights.new_empty(places),
+            places=torch.empty(ids, dtype=torch.int64),
+        )
+        bad = cpu.prepare_ids(
+            features, csr, shards, prepared, checked=policy == "raise", threads=torch.get_num_threads()
+        )
+        if bad is not None:
+            raise BadId(bad)
+        return prepared
 
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
         total = cpu.row_square_sum(update, _packed(csr), scale.contiguous(), grad, threads=torch.get_num_threads())

@@ -16,16 +16,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...plan import (
     COLUMN,
     DIM,
+    MAX_NORM,
+    NO_MAX_NORM,
     OFFSET,
     ROW_BASE,
     ROWS,
+    STRIDE,
     T_DIM,
+    T_MAX_NORM,
     T_OFFSET,
     T_ROW_BASE,
     T_ROWS,
     T_RULE,
     T_SLOT0,
     T_SLOT1,
+    T_SOURCE,
     TABLE,
     TABLE_WIDTH,
 )
@@ -41,9 +46,10 @@ class FeatureFacts:
     widest: int
     rows: int  # V
     dims: int
-    starts: int  # of OFFSET and DIM together: every row starts at a multiple
+    starts: int  # of OFFSET, STRIDE and DIM together: every row starts at a multiple
     columns: int
-    tables: Tensor  # descriptors of the tables read, each learning by rule 0
+    clipped: bool  # whether any feature has a MAX_NORM
+    tables: Tensor  # descriptors of the tables read, each learning by rule 0, none with a MAX_NORM
 
 
 @dataclass
@@ -54,8 +60,10 @@ class TableFacts:
     rows: int
     dims: int
     starts: int
+    sources: int  # of T_SOURCE and T_DIM together
     slots: int
     rules: frozenset[int]
+    clipped: bool
     owners: Tensor  # int64 [tables that have rows, 2], on the device: ROW_BASE and number, sorted
 
 
@@ -104,21 +112,23 @@ def alignment(*values: Any) -> int:
     """The largest power of two, at most `LARGEST_ALIGNMENT`, that divides all values."""
     bits = LARGEST_ALIGNMENT
     for value in values:
-        bits |= int(np.bitwise_or.reduce(np.asarray(value, np.int64), axis=None))
+        bits |= value if isinstance(value, int) else int(np.bitwise_or.reduce(np.asarray(value, np.int64), axis=None))
     return bits & -bits
 
 
 def _read_features(features: Tensor) -> FeatureFacts:
     host = features.detach().cpu().numpy()
     tables = np.zeros((int(host[:, TABLE].max()) + 1, TABLE_WIDTH), np.int64)
+    tables[:, T_MAX_NORM] = NO_MAX_NORM
     for target, source in ((T_OFFSET, OFFSET), (T_ROWS, ROWS), (T_DIM, DIM), (T_ROW_BASE, ROW_BASE)):
         tables[host[:, TABLE], target] = host[:, source]
     return FeatureFacts(
         widest=int(host[:, DIM].max()),
         rows=int((host[:, ROW_BASE] + host[:, ROWS]).max()),
         dims=alignment(host[:, DIM]),
-        starts=alignment(host[:, OFFSET], host[:, DIM]),
+        starts=alignment(host[:, OFFSET], host[:, STRIDE], host[:, DIM]),
         columns=alignment(host[:, COLUMN]),
+        clipped=bool((host[:, MAX_NORM] != NO_MAX_NORM).any()),
         tables=torch.from_numpy(tables).to(features.device),
     )
 
@@ -131,7 +141,9 @@ def _read_tables(tables: Tensor) -> TableFacts:
         rows=int((host[:, T_ROW_BASE] + host[:, T_ROWS]).max()),
         dims=alignment(host[:, T_DIM]),
         starts=alignment(host[:, T_OFFSET], host[:, T_DIM]),
+        sources=alignment(host[:, T_SOURCE], host[:, T_DIM]),
         slots=alignment(host[:, T_SLOT0], host[:, T_SLOT1], host[:, T_DIM]),
         rules=frozenset(host[:, T_RULE].tolist()),
+        clipped=bool((host[:, T_MAX_NORM] != NO_MAX_NORM).any()),
         owners=torch.tensor(owners or [(0, 0)], dtype=torch.int64, device=tables.device),
     )

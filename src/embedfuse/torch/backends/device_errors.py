@@ -1,13 +1,15 @@
-"""Ids out of range on a GPU: kept on the device, reported at a later call, so that no lookup waits for the device.
+"""Ids out of range on a GPU: reported at a later call, so that no lookup waits for the device.
 
-Each device has one word that kernels write (`kernels/descriptors.py: report_bad_ids`). After a lookup that checks,
-the word is copied to page-locked memory without waiting; the first later lookup that finds the copy done raises. So a
-bad id is reported one or a few lookups late. `report(device, wait=True)` asks at once.
+Each device has one word in page-locked memory of the host, which kernels write directly (`kernels/descriptors.py:
+report_bad_ids`) and the host reads like any other. A lookup that checks looks at the word after its launch; so a bad id
+is reported by that lookup or one of the next. `report(device, wait=True)` waits for the device first.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 POSITION_LIMIT = 2**40 - 1
@@ -30,14 +32,18 @@ class LateBadId(IndexError):
         self.position, self.feature = position, feature
 
 
-@dataclass
-class _Word:
-    """The word of one device, its copy on the host, and the event that tells when the copy is done."""
+class _Word(NamedTuple):
+    """The word of one device: as its kernels see it, and as the host does."""
 
     flag: Tensor
-    copy: Tensor
-    event: torch.cuda.Event
-    pending: bool = False
+    value: NDArray[np.int64]
+
+
+class _Memory:
+    """Eight bytes that a CUDA device can reach, for `torch.as_tensor`."""
+
+    def __init__(self, address: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (1,), "typestr": "<i8", "data": (address, False), "version": 3}
 
 
 _words: dict[torch.device, _Word] = {}
@@ -53,15 +59,14 @@ def decode(word: int) -> tuple[int, int] | None:
 def _word(device: torch.device) -> _Word:
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    if device not in _words:
+    word = _words.get(device)
+    if word is None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot hold the first lookup that checks its ids: run one before")
-        _words[device] = _Word(
-            torch.zeros(1, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.int64, pin_memory=True),
-            torch.cuda.Event(),
-        )
-    return _words[device]
+        locked = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        # the array keeps the memory
+        word = _words[device] = _Word(torch.as_tensor(_Memory(locked.data_ptr()), device=device), locked.numpy())
+    return word
 
 
 def flag(device: torch.device) -> Tensor:
@@ -73,31 +78,16 @@ def report(device: torch.device, wait: bool = False) -> None:
     """Raises if an earlier lookup on `device` is known to have had a bad id; then forgets it.
 
     Args:
-        wait: wait for the lookups issued so far, and look at all of them.
+        wait: wait for all that was issued to the device so far.
 
     Raises:
         LateBadId: with position and feature of the first bad id.
     """
-    if torch.cuda.is_current_stream_capturing():
-        # a graph may not be asked about; its replays write the word, and the next ordinary lookup reports
-        return
     word = _word(device)
-    if word.pending and (wait or word.event.query()):
-        word.event.synchronize()
-        word.pending = False
-        _raise(word)
-    if not word.pending:
-        word.copy.copy_(word.flag, non_blocking=True)
-        word.event.record(torch.cuda.current_stream(device))
-        word.pending = True
-        if wait:
-            word.event.synchronize()
-            word.pending = False
-            _raise(word)
-
-
-def _raise(word: _Word) -> None:
-    found = decode(int(word.copy))
-    if found is not None:
-        word.flag.zero_()
+    if wait:
+        torch.cuda.synchronize(device)
+    found = decode(int(word.value[0]))
+    # a capture must go on; the next ordinary lookup reports
+    if found is not None and not torch.cuda.is_current_stream_capturing():
+        word.value[0] = 0
         raise LateBadId(*found)

@@ -1,0 +1,95 @@
+"""Launches of Triton kernels in a few microseconds of the host's time.
+
+Triton's own call, `kernel[grid](…)`, binds arguments, writes the key of its cache as a string and asks the driver about
+each pointer: about 100 µs for a kernel of many arguments. Here the first call of a kind goes that way and returns the
+compiled kernel; calls of the same kind then go to its launcher directly, with addresses in place of tensors.
+
+Calls are of one kind if Triton would give them one compiled kernel; all that it may look at is in the key: the kernel,
+the device, the constants, and of each argument its type and class. Where this file is too careful, a kind more goes
+through Triton's call and meets the same compiled kernel.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+OPTIONS = {"enable_fp_fusion": True}
+"""Of every launch; Triton 3.9 warns where this is not said."""
+
+
+class _Compiled(NamedTuple):
+    """What a launch needs of a compiled kernel."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]  # in the order of the kernel's parameters
+
+
+_known: dict[tuple[Any, ...], _Compiled] = {}
+
+
+# another Triton may keep these elsewhere; then every call is Triton's own
+_runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _idle(hook: Any) -> bool:
+    """Whether nothing hangs on a hook, which is None or a chain of calls."""
+    return hook is None or getattr(hook, "calls", True) == []
+
+
+def _direct() -> bool:
+    """Whether nobody watches or changes launches."""
+    return (
+        _raw_stream is not None
+        and _runtime is not None
+        and _idle(_runtime.launch_enter_hook)
+        and _idle(_runtime.launch_exit_hook)
+        and not _runtime.debug
+    )
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...], warps: int,
+    constants: dict[str, Any],
+) -> None:  # fmt: skip
+    """`kernel[grid](*tensors, *numbers, **constants, num_warps=warps)` on the current device.
+
+    Args:
+        kernel: a `triton.jit` function of pointers, then numbers, then constexpr parameters.
+        grid: one to three numbers of programs, none of them 0.
+        tensors: the first of them is of the current device.
+        numbers: integers.
+        warps: warps of a program.
+        constants: the constexpr parameters, in any order that is the same from call to call.
+    """
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    key = (
+        kernel, warps, *constants.values(), *[None if tensor is None else tensor.dtype for tensor in tensors],
+        # Triton has a kernel of its own for addresses that are no multiples of 16
+        *[place for place, address in enumerate(addresses) if address is not None and address & 15],
+        *[_class_of(number) for number in numbers], tensors[0].get_device(),  # type: ignore[union-attr]
+    )  # fmt: skip
+    found = _known.get(key)
+    if found is not None and _direct():
+        width, height, depth = (*grid, 1, 1)[:3]
+        found.run(
+            width, height, depth, _raw_stream(key[-1]), found.function, found.metadata, None, None, None,
+            *addresses, *numbers, *found.constants,
+        )  # fmt: skip
+        return
+    compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **OPTIONS)
+    if key[-1] >= 0 and _direct() and all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+        ordered = tuple(constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
+        _known[key] = _Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)
+
+
+def _class_of(number: int) -> str:
+    """Triton has kernels of their own for 1, for multiples of 16, and for numbers of 64 bits."""
+    if not -(2**31) <= number < 2**31:
+        return "wide multiple" if number & 15 == 0 else "wide"
+    return "one" if number == 1 else "any" if number & 15 else "multiple"
