@@ -1,5 +1,6 @@
 """embedfuse for PyTorch: embedding tables that are looked up in one launch and updated in one pass."""
 
+from . import convert, feature_column
 from .backends import backends, use_backend
 from .bags import Bags, SparseIds
 from .checkpoint import load, save
@@ -15,7 +16,9 @@ __all__ = [
     "FusedOptimizer",
     "SparseIds",
     "backends",
+    "convert",
     "embedding_bag",
+    "feature_column",
     "fused_embedding_lookup_sparse",
     "fused_safe_embedding_lookup_sparse",
     "load",
