@@ -174,6 +174,22 @@ def check_max(work: Workload, backend: Any) -> None:
     assert_close(numbers(flat), expected, sum_bound(expected, magnitude, dtype, work.longest), "max_grad")
 
 
+def check_sparse_row_grad(work: Workload, backend: Backend) -> None:
+    """`sparse_row_grad`: which rows, and their sums."""
+    table, features, csr, grad = work.judged()
+    scale = scale_of(work)
+    found = backend.sparse_row_grad(work.features, work.tables, work.table, work.csr, scale, work.grad)
+    arguments = table, work.group.tables, features, csr, numbers(scale), grad
+    sums, magnitudes = (reference.row_sums(*arguments, absolute) for absolute in (False, True))
+    assert len(found) == len(work.group.tables)
+    for number, (rows, g) in enumerate(found):
+        assert numbers(rows).tolist() == sorted(row for table, row in sums if table == number)
+        # in the type that gradients are given in
+        for row, actual in zip(numbers(rows).tolist(), numbers(g.to(work.table.dtype)), strict=True):
+            bound = sum_bound(sums[number, row], magnitudes[number, row], work.case.dtype, work.longest)
+            assert_close(actual, sums[number, row], bound, f"row {row} of table {number}")
+
+
 def check_prepared(work: Workload, backend: Backend, shards: Shards | None = None) -> None:
     """`prepare_ids`, to the last bit."""
     _, features, csr, _ = work.judged()

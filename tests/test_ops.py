@@ -15,6 +15,7 @@ from checks import (
     check_max,
     check_prepared,
     check_row_grad,
+    check_sparse_row_grad,
     check_square_sum,
     check_update,
 )
@@ -76,6 +77,18 @@ def test_pooled_lookup(work: Workload, backend: Backend) -> None:
 
 def test_row_grad(work: Workload, backend: Backend) -> None:
     check_row_grad(work, backend)
+
+
+def test_sparse_row_grad(work: Workload, backend: Backend) -> None:
+    check_sparse_row_grad(work, backend)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (1, 5), (3, 7), (70, 2), (2, 1100)])
+def test_join_offsets(shape: tuple[int, int], backend: Backend, device: str) -> None:
+    lengths = torch.randint(0, 4, shape, device=device)
+    offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0))
+    joined = backend.join_offsets(offsets)
+    assert torch.equal(joined, torch.nn.functional.pad(lengths.reshape(-1).cumsum(0), (1, 0)))
 
 
 def test_coefficient_grad(work: Workload, backend: Backend) -> None:

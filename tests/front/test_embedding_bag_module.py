@@ -135,7 +135,7 @@ def test_sparse_gradients_hold_each_row_once(mode, weighted):
 
 
 def test_traced_sparse_gradients_touch_no_other_row():
-    features = one_table._describe((10, 3, "sum", 1, torch.device("cpu")))
+    features = one_table.descriptor(torch.empty(10, 3), "sum", 1, False)
     ids, offsets = torch.tensor([7, 3, -1, 7, 3, 7]), torch.tensor([0, 4, 6])
     no_scale, upstream = torch.empty(0), torch.ones(2, 3)
     names, values = torch.ops.embedfuse.padded_row_grad(10, features, ids, offsets, None, no_scale, upstream, 2)
@@ -237,7 +237,7 @@ def test_shapes_without_numbers():
 
 # --- ops and compilers -----------------------------------------------------------------------------------------------
 def test_ops_keep_their_contract():
-    features = one_table._describe((10, 3, "sum", 1, torch.device("cpu")))
+    features = one_table.descriptor(torch.empty(10, 3), "sum", 1, False)
     offsets = torch.tensor([0, 3, 3, 5, 7])
     table = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
     ops = torch.ops.embedfuse

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from ..config import FeatureConfig, TableConfig
 from ..plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, NO_DEFAULT, PlannedFeature, PlannedTable, plan_group
+from .backends import select
+from .backends.eager_sums import join_offsets
 from .bags import Bags, SparseIds, check_ids
+from .functions import is_watched
 
 
 class Part(NamedTuple):
@@ -193,19 +196,18 @@ def _offsets(parts: Sequence[Part], bags: int, ids: Tensor) -> Tensor:
         return torch.arange(ids.shape[0] + 1, device=ids.device)
     if len(parts) == 1 and parts[0].offsets is not None:
         return parts[0].offsets
-    single = torch.arange(bags + 1, device=ids.device)
     rows: list[Tensor] = []
     for part in parts:
         if part.offsets is None:
-            rows.extend([single.clamp(max=part.bags)] * part.copies)
+            rows.extend([torch.arange(bags + 1, device=ids.device).clamp(max=part.bags)] * part.copies)
         elif part.bags == bags:
             rows.append(part.offsets)
         else:
             rows.append(torch.cat([part.offsets, part.offsets[-1:].expand(bags - part.bags)]))
     stacked = torch.stack(rows)
-    last = stacked[:, -1]
-    end = torch.cumsum(last, 0)
-    return torch.cat([(stacked[:, :-1] + (end - last)[:, None]).reshape(-1), end[-1:]])
+    if is_watched(ids):
+        return join_offsets(stacked)
+    return select(ids.device, torch.float32).join_offsets(stacked)
 
 
 def without_fillers(rows: Tensor, offsets: Tensor, parts: Sequence[Part], bags: int) -> Tensor:

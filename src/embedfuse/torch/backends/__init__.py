@@ -143,6 +143,20 @@ class Backend(Protocol):
         """
         ...
 
+    def sparse_row_grad(
+        self, features: Tensor, tables: Tensor, source: Tensor, csr: Csr, scale: Tensor, grad: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The same sums as lists: for each table the rows in the batch, ascending int64 `[U]`, and their sums
+        `[U, DIM]`, in the accumulation type or the tables'. How many there are is known to the host afterwards.
+
+        `source` is what SOURCE counts from, of the tables' type.
+        """
+        ...
+
+    def join_offsets(self, offsets: Tensor) -> Tensor:
+        """The offsets of each feature `[F, B + 1]`, all from 0, as those of all ids, `[F * B + 1]`."""
+        ...
+
     def prepare_ids(self, features: Tensor, csr: Csr, shards: Shards | None, policy: Policy) -> Prepared:
         """The validity of all ids, decided once; one id more in every bag; the shard of each id.
 

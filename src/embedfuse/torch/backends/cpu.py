@@ -7,7 +7,7 @@ from ... import cpu
 from ...optim.base import apply_rule
 from ...plan import FROZEN, T_OFFSET, T_RULE, T_SLOT0
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, accumulation_dtype
-from .eager_sums import view_of_table
+from .eager_sums import join_offsets, view_of_table
 from .rounding import rounded
 
 
@@ -75,6 +75,26 @@ class CpuBackend:
             for number, rule in enumerate(update.tables[:, T_RULE].tolist()):
                 if rule != FROZEN and rules[rule] < 0:
                     self._update_in_torch(update, csr, scale, grad, number, grad_scale)
+
+    def sparse_row_grad(
+        self, features: Tensor, tables: Tensor, source: Tensor, csr: Csr, scale: Tensor, grad: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """See `Backend`."""
+        none = torch.empty(0, dtype=torch.float64)
+        slots = torch.empty(0, dtype=accumulation_dtype(source.dtype))
+        update = Update(source, features, tables, (), slots, none, csr.offsets[:0])
+        csr, scale = _packed(csr), scale.contiguous()
+        return [
+            (torch.from_numpy(rows), torch.from_numpy(sums))
+            for rows, sums in (
+                cpu.collect_rows(update, csr, scale, grad, number, threads=torch.get_num_threads())
+                for number in range(tables.shape[0])
+            )
+        ]
+
+    def join_offsets(self, offsets: Tensor) -> Tensor:
+        """See `Backend`."""
+        return join_offsets(offsets)
 
     def _update_in_torch(
         self, update: Update, csr: Csr, scale: Tensor, grad: Tensor, number: int, grad_scale: float

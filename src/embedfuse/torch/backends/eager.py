@@ -23,6 +23,7 @@ from ...plan import (
     POWER,
     ROWS,
     STRIDE,
+    T_DIM,
     T_OFFSET,
     T_RULE,
     T_SLOT0,
@@ -33,6 +34,7 @@ from .eager_sums import (
     by_width,
     grad_of,
     ids_of_bags,
+    join_offsets,
     moments,
     read,
     row_sums,
@@ -95,6 +97,22 @@ class EagerBackend:
         source, tables = rows or (None, tables_of(features))
         for _, table, row, g in row_sums(features, tables, source, csr, scale, grad, out.dtype):
             view_of_table(out, table, T_OFFSET, "element").index_copy_(0, row, g.to(out.dtype))
+
+    @torch.no_grad()
+    def sparse_row_grad(
+        self, features: Tensor, tables: Tensor, source: Tensor, csr: Csr, scale: Tensor, grad: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        found = {
+            number: (rows, g)
+            for number, _, rows, g in row_sums(features, tables, source, csr, scale, grad, source.dtype)
+        }
+        none = csr.offsets.new_empty(0)
+        return [
+            found.get(number, (none, grad.new_empty((0, dim)))) for number, dim in enumerate(tables[:, T_DIM].tolist())
+        ]
+
+    def join_offsets(self, offsets: Tensor) -> Tensor:
+        return join_offsets(offsets)
 
     @torch.no_grad()
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:

@@ -77,6 +77,13 @@ def read(features: Tensor, csr: Csr, dtype: torch.dtype, policy: Policy = "drop"
     return Ids(torch.arange(ids.shape[0], device=ids.device), ids, feature, bag, row, weight).take(position)
 
 
+def join_offsets(offsets: Tensor) -> Tensor:
+    """The offsets of each feature `[F, B + 1]`, all from 0, as those of all ids, `[F * B + 1]`."""
+    last = offsets[:, -1]
+    end = torch.cumsum(last, 0)
+    return torch.cat([(offsets[:, :-1] + (end - last)[:, None]).reshape(-1), end[-1:]])
+
+
 def by_width(features: Tensor, ids: Ids) -> Iterator[tuple[int, Tensor, Ids]]:
     """For each width: `dim`, the numbers of its features, and its ids."""
     dims = features[:, DIM]
