@@ -48,8 +48,16 @@ def update_neighbours(best: configs.UpdateConfig) -> Iterator[tuple[str, configs
         for warps in (2, 4, 8):
             if 512 <= join * best.block_d // warps <= 4096:
                 yield "join", dataclasses.replace(best, join=join, join_warps=warps)
-    for edges in (4, 8, 16, 32):
-        yield "edges", dataclasses.replace(best, edges=edges)
+    for fold in (16, 32, 64, 128):
+        yield "fold", dataclasses.replace(best, fold=fold)
+    for long in (4, 8, 16):
+        yield "long", dataclasses.replace(best, long=long)
+    for terms in (4, 8, 16, 32):
+        for warps in (1, 2, 4):
+            if 256 <= terms * best.block_d // warps <= 2048:
+                yield "terms", dataclasses.replace(best, terms=terms, long_warps=warps)
+    for keys in (256, 512, 1024):
+        yield "keys", dataclasses.replace(best, keys=keys)
 
 
 def geometric_mean(times: Sequence[float]) -> float:

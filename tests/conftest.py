@@ -101,5 +101,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of kernels run on the GPU where there is one, so there they need it."""
     if ON_GPU:
         for item in items:
-            if item.path.name in ("test_triton_kernels.py", "test_triton_updates.py", "test_optim_rules.py"):
+            if item.path.name.startswith("test_triton_") or item.path.name == "test_optim_rules.py":
                 item.add_marker(pytest.mark.gpu)

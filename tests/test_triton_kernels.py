@@ -188,8 +188,9 @@ def test_a_gpu_reports_bad_ids_at_a_later_call() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_nothing_is_compiled_anew_when_the_batch_changes() -> None:
+    from embedfuse.kernels.cut_runs import join_kernel
     from embedfuse.kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
-    from embedfuse.kernels.row_update import join_kernel, long_kernel, segments_kernel
+    from embedfuse.kernels.row_update import long_kernel, segments_kernel
     from embedfuse.kernels.runs import key_kernel, segment_kernel
 
     kernels = (
@@ -203,6 +204,40 @@ def test_nothing_is_compiled_anew_when_the_batch_changes() -> None:
         DEFAULT.row_update(update, case.csr(), scale, gradient(case))
         counts.append(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()))
     assert counts[-1] == counts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_direct_launches_take_the_kernel_that_fits() -> None:
+    # twice each, so that the second is direct; what Triton specialises on changes in between
+    for shift in (0, 1, 4, 0):
+        for kind in (np.int64, np.int32):
+            for bags in (16, 17, 1):
+                case = make(shapes=[(9, 64)], features=[(0, "mean")], bags=bags, longest=9, kind=kind)
+                table = torch.zeros(len(case.table) + shift, device=DEVICE)[shift:]
+                table.copy_(case.on_device())
+                expected, size = judge_lookup(case)
+                for _ in range(2):
+                    out, _scale = DEFAULT.pooled_lookup(
+                        table, put(case.features), case.csr(), case.width, True, "ignore"
+                    )
+                    close(out, expected, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_hooks_see_every_launch() -> None:
+    from triton import knobs
+
+    case, seen = make(), []
+    arguments = (case.on_device(), put(case.features), case.csr(), case.width, True, "ignore")
+    DEFAULT.pooled_lookup(*arguments)
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        DEFAULT.pooled_lookup(*arguments)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 1
 
 
 @pytest.mark.gpu

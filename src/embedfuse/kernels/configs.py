@@ -91,10 +91,12 @@ def update_config(widest: int) -> UpdateConfig:
     # what fits in few registers, so that many programs are under way
     segments = min(max(512 // block_d, 1), 32)
     warps = max(segments * block_d // 256, 1) if block_d <= 256 else min(block_d // 512, 32)
+    # long segments: a tile that few registers hold; so few programs that others run beside them
+    tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048
     return UpdateConfig(
         keys=512, chunk=64, block=512, parts=8 if block_d <= 64 else 16 if block_d <= 256 else 32, segments=segments,
-        warps=warps, long=16, terms=max(1024 // block_d, 1) if block_d < 512 else max(2048 // block_d, 1),
-        long_warps=1 if block_d < 512 else min(block_d // 128, 32), long_programs=4096,
+        warps=warps, long=8, terms=min(max(tile // block_d, 1), 32),
+        long_warps=max(min(block_d // (64 if block_d < 512 else 128), 16), 1), long_programs=1024,
         join=min(max(2048 // block_d, 1), 16), join_warps=4 if block_d < 512 else max(warps, 8), joiners=1024,
         fold=32, block_d=block_d,
     )  # fmt: skip

@@ -1,14 +1,16 @@
 """Launches of Triton kernels in a few microseconds of the host's time.
 
 Triton's own call, `kernel[grid](…)`, binds arguments, writes the key of its cache as a string and asks the driver about
-each pointer: about 100 µs for a kernel of many arguments. Here the first call of a kind goes that way and returns the
-compiled kernel; calls of the same kind then go to its launcher directly, with addresses in place of tensors.
+each pointer: more than twice the time of a direct launch, for kernels of many arguments. Here the first call of a kind
+goes that way and returns the compiled kernel; calls of the same kind then go to its launcher directly, with addresses
+in place of tensors.
 
 Calls are of one kind if Triton would give them one compiled kernel; all that it may look at is in the key: the kernel,
 the device, the constants, and of each argument its type and class. Where this file is too careful, a kind more goes
 through Triton's call and meets the same compiled kernel.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,7 +57,7 @@ def _direct() -> bool:
 
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...], warps: int,
-    constants: dict[str, Any],
+    constants: dict[str, Any], stream: torch.cuda.Stream | None = None,
 ) -> None:  # fmt: skip
     """`kernel[grid](*tensors, *numbers, **constants, num_warps=warps)` on the current device.
 
@@ -66,6 +68,7 @@ def launch(
         numbers: integers.
         warps: warps of a program.
         constants: the constexpr parameters, in any order that is the same from call to call.
+        stream: another than the current one.
     """
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     key = (
@@ -77,15 +80,51 @@ def launch(
     found = _known.get(key)
     if found is not None and _direct():
         width, height, depth = (*grid, 1, 1)[:3]
+        raw = _raw_stream(key[-1]) if stream is None else stream.cuda_stream
         found.run(
-            width, height, depth, _raw_stream(key[-1]), found.function, found.metadata, None, None, None,
+            width, height, depth, raw, found.function, found.metadata, None, None, None,
             *addresses, *numbers, *found.constants,
         )  # fmt: skip
         return
-    compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **OPTIONS)
+    with torch.cuda.stream(stream):
+        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **OPTIONS)
     if key[-1] >= 0 and _direct() and all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
         ordered = tuple(constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
         _known[key] = _Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)
+
+
+class Side:
+    """A stream beside the current one, of this thread, for work that need not wait for its neighbours."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # its few programs are to be under way before the many of the other stream
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
+
+    def fork(self) -> torch.cuda.Stream:
+        """What is issued to the stream from now on waits for all that was issued to the current one so far."""
+        self._ready.record(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(self._ready)
+        return self.stream
+
+    def join(self) -> None:
+        """The current stream waits for all that was issued to this one, so that tensors of both may be freed."""
+        self._done.record(self.stream)
+        torch.cuda.current_stream(self.device).wait_event(self._done)
+
+
+_sides = threading.local()
+
+
+def side_of(device: torch.device) -> Side:
+    """The side stream of a device, one for each thread, whose events no other thread records."""
+    if not hasattr(_sides, "known"):
+        _sides.known = {}
+    sides: dict[torch.device, Side] = _sides.known
+    if device not in sides:
+        sides[device] = Side(device)
+    return sides[device]
 
 
 def _class_of(number: int) -> str:

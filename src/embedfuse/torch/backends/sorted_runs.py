@@ -4,6 +4,7 @@ Launches: keys, sort, segments; a fixed number, whatever the number of tables, f
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -60,15 +61,31 @@ def _kind(largest: int) -> torch.dtype:
     return torch.int32 if largest <= INT32 else torch.int64
 
 
-def _empty(device: torch.device, wanted: dict[str, tuple[int, torch.dtype]]) -> dict[str, Tensor]:
-    """Tensors of at least so many elements; one allocation for each type, since the host waits for each."""
-    made: dict[str, Tensor] = {}
+@lru_cache(maxsize=64)
+def _layout(
+    number: int, widest: int, blocks: int, windows: int, scaled: bool, weighted: bool, key: torch.dtype,
+    source: torch.dtype, config: UpdateConfig,
+) -> list[tuple[torch.dtype, int, list[str], list[int]]]:  # fmt: skip
+    """The tensors that a batch of so many ids needs, type by type: elements of all, their names and sizes."""
+    segments = blocks * (config.block + 1)
+    stride = ceil_div(widest, STEP) * STEP
+    position = _kind(segments)
+    wanted = {
+        "position_sources": (number, source), "sources": (number, source), "first_sources": (segments, source),
+        "starts": (segments, position), "tags": (segments, torch.int32), "rows": (segments, key),
+        "counts": (blocks, torch.int32), "list_counts": (2, torch.int32), "long": (number // config.long, position),
+        "cuts": (windows, position), "cut_tables": (windows, torch.int32),
+        "position_coefficients": (number if scaled else 0, torch.float32),
+        "coefficients": (number if scaled or weighted else 0, torch.float32),
+        "partials": (2 * windows * stride, torch.float32),
+        "folds": (ceil_div(windows, config.fold) * stride, torch.float32),
+    }  # fmt: skip
+    layout = []
     for dtype in dict.fromkeys(dtype for _, dtype in wanted.values()):
         names = [name for name, (_, other) in wanted.items() if other == dtype]
         sizes = [ceil_div(wanted[name][0], ALIGNMENT) * ALIGNMENT for name in names]
-        whole = torch.empty(sum(sizes), dtype=dtype, device=device)
-        made.update(zip(names, whole.split_with_sizes(sizes), strict=True))
-    return made
+        layout.append((dtype, sum(sizes), names, sizes))
+    return layout
 
 
 def sorted_runs(
@@ -89,45 +106,39 @@ def sorted_runs(
     has_scale = scale.shape[0] != 0
     last_source = max(grad.shape[0] - 1, 0) * grad.stride(0) + max(grad.shape[1] - 1, 0) * grad.stride(1)
     blocks, windows = ceil_div(number, config.block), ceil_div(number, config.chunk)
-    stride = ceil_div(facts.widest, STEP) * STEP
-    segments = blocks * (config.block + 1)
-    key_kind, source_kind, position_kind = _kind(facts.rows), _kind(last_source), _kind(segments)
-    made = _empty(csr.ids.device, {
-        "sources": (number, source_kind), "sorted sources": (number, source_kind),
-        "first sources": (segments, source_kind), "starts": (segments, position_kind), "tags": (segments, torch.int32),
-        "rows": (segments, key_kind), "counts": (blocks, torch.int32), "list counts": (2, torch.int32),
-        "long": (number // config.long, position_kind), "cuts": (windows, position_kind),
-        "cut tables": (windows, torch.int32),
-        "coefficients": (number if has_scale else 0, torch.float32),
-        "sorted coefficients": (number if has_scale or csr.weights is not None else 0, torch.float32),
-        "partials": (2 * windows * stride, torch.float32),
-        "folds": (ceil_div(windows, config.fold) * stride, torch.float32),
-    })  # fmt: skip
-    # by itself: what is sorted need not be kept
+    key_kind = _kind(facts.rows)
+    made: dict[str, Tensor] = {}
+    # one allocation for each type, since each takes the host a while
+    for dtype, size, names, sizes in _layout(
+        number, facts.widest, blocks, windows, has_scale, csr.weights is not None, key_kind, _kind(last_source), config
+    ):
+        whole = torch.empty(size, dtype=dtype, device=csr.ids.device)
+        made.update(zip(names, whole.split_with_sizes(sizes), strict=True))
+    sources, coefficients = made.pop("position_sources"), made.pop("position_coefficients")
+    # by itself: what was sorted need not be kept
     keys = torch.empty(number, dtype=key_kind, device=csr.ids.device)
-    sources, coefficients = made["sources"], made["coefficients"] if has_scale else csr.weights
     launch(
         key_kernel, (ceil_div(number, config.keys),), (
             features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, sources,
-            coefficients if has_scale else None, made["list counts"],
+            coefficients if has_scale else None, made["list_counts"],
         ), (number, csr.bags, total_bags, feature_count, facts.rows, grad.stride(0), grad.stride(1)), 4, {
             "HAS_WEIGHTS": csr.weights is not None, "HAS_SCALE": has_scale,
             "HAS_FROZEN": learners_only and FROZEN in facts.rules, "BLOCK": config.keys,
         },
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
+    unsorted = coefficients if has_scale else csr.weights
+    sorted_coefficients = made.pop("coefficients")
     runs = SortedRuns(
-        number, facts.rows, blocks, windows, stride, keys, order, made["sorted sources"],
-        None if coefficients is None else made["sorted coefficients"], made["starts"], made["tags"], made["rows"],
-        made["first sources"], made["counts"], made["list counts"], made["long"], made["cuts"], made["cut tables"],
-        made["partials"], made["folds"],
+        number, facts.rows, blocks, windows, ceil_div(facts.widest, STEP) * STEP, keys, order,
+        coefficients=None if unsorted is None else sorted_coefficients, **made,
     )  # fmt: skip
     launch(
         segment_kernel, (blocks,), (
-            facts.owners, keys, order, sources, coefficients, runs.sources, runs.coefficients, runs.starts, runs.tags,
+            facts.owners, keys, order, sources, unsorted, runs.sources, runs.coefficients, runs.starts, runs.tags,
             runs.rows, runs.first_sources, runs.counts, runs.list_counts, runs.long, runs.cuts, runs.cut_tables,
         ), (number, facts.rows, facts.owners.shape[0]), 4, {
-            "HAS_COEFFICIENTS": coefficients is not None, "CHUNK": config.chunk, "LONG": config.long,
+            "HAS_COEFFICIENTS": unsorted is not None, "CHUNK": config.chunk, "LONG": config.long,
             "BLOCK": config.block,
         },
     )  # fmt: skip

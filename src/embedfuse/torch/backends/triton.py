@@ -8,7 +8,6 @@ tests.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +16,17 @@ from torch import Tensor
 
 from ...kernels import configs
 from ...kernels.coefficient_grad import coefficient_grad_kernel
+from ...kernels.join_offsets import join_offsets_kernel
 from ...kernels.max_lookup import max_kernel
 from ...kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
 from ...kernels.prepare_ids import prepare_ids_kernel
-from ...kernels.row_update import fold_kernel, join_kernel, long_kernel, segments_kernel
-from ...optim.base import Optimizer
 from ...plan import FROZEN
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, device_errors
-from .descriptor_facts import TableFacts, alignment, feature_facts, known_columns, table_facts
+from .compact import compact_row_grad
+from .descriptor_facts import alignment, feature_facts, known_columns, table_facts
 from .launching import launch
-from .sorted_runs import SortedRuns, ceil_div, sorted_runs
+from .sorted_runs import ceil_div, sorted_runs
+from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, finish, grad_align, rows_align
 
 try:
     import triton
@@ -37,27 +37,11 @@ except ImportError as error:
 
 INTERPRETED = not isinstance(pooled_long_kernel, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-STEP_ROWS, STORE_SUMS, SQUARE_SUMS = range(3)
-SLOT_KINDS = {"element": 1, "row": 2}
-WIDE_WORD = 16
-"""Bytes of the widest load."""
+JOINED = 512
+"""Bags of one program of `join_offsets`."""
 PREPARED = 256
 """Ids, or bags, to a program of `kernels/prepare_ids.py`."""
 _NOTHING = contextlib.nullcontext()
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """What becomes of the gradients: the mode of `kernels/row_update.py`, what it writes, and its optimizers."""
-
-    mode: int
-    out: Tensor
-    starts: int  # alignment of the rows in `out`
-    slots: int = 1
-    rules: tuple[tuple[int, type[Optimizer] | None], ...] = ((0, None),)
-    update: Update | None = None
-    source: Tensor | None = None  # where the rows can be read, if some are cut to a length
-    sources: int = 1  # alignment of the rows in `source`
 
 
 class TritonBackend:
@@ -113,8 +97,8 @@ class TritonBackend:
                     table, features, csr.ids, csr.offsets, csr.weights, out, scale if normalised else None, bad,
                 ), (csr.bags, width), config.warps, {
                     "HAS_WEIGHTS": csr.weights is not None, "NORMALISED": normalised, "CHECK": bad is not None,
-                    "CLIPPED": facts.clipped, "ALIGN": _rows_align(facts.starts, table),
-                    "OUT_ALIGN": _rows_align(alignment(facts.columns, width), out), "BLOCK_D": config.block_d,
+                    "CLIPPED": facts.clipped, "ALIGN": rows_align(facts.starts, table),
+                    "OUT_ALIGN": rows_align(alignment(facts.columns, width), out), "BLOCK_D": config.block_d,
                     "BAGS" if config.short else "ROWS": config.lanes,
                 },
             )  # fmt: skip
@@ -145,8 +129,8 @@ class TritonBackend:
                     table, features, csr.ids, csr.offsets, csr.weights, out, winners, bad,
                 ), (csr.bags, width), config.warps, {
                     "HAS_WEIGHTS": csr.weights is not None, "CHECK": bad is not None, "CLIPPED": facts.clipped,
-                    "ALIGN": _rows_align(facts.starts, table),
-                    "OUT_ALIGN": _rows_align(alignment(facts.columns, width), out),
+                    "ALIGN": rows_align(facts.starts, table),
+                    "OUT_ALIGN": rows_align(alignment(facts.columns, width), out),
                     "BAGS": config.lanes, "BLOCK_D": config.block_d,
                 },
             )  # fmt: skip
@@ -168,7 +152,7 @@ class TritonBackend:
                     table, features, csr.ids, csr.offsets, csr.weights, scale if normalised else None, grad, out,
                 ), (csr.bags, grad.stride(0), grad.stride(1)), config.warps, {
                     "HAS_WEIGHTS": csr.weights is not None, "NORMALISED": normalised, "CLIPPED": facts.clipped,
-                    "ALIGN": _rows_align(facts.starts, table), "GRAD_ALIGN": _grad_align(facts.columns, grad),
+                    "ALIGN": rows_align(facts.starts, table), "GRAD_ALIGN": grad_align(facts.columns, grad),
                     "DIM_ALIGN": facts.dims, "ROWS": config.lanes, "BLOCK_D": config.block_d,
                 },
             )  # fmt: skip
@@ -209,6 +193,19 @@ class TritonBackend:
             )  # fmt: skip
         return made
 
+    def join_offsets(self, offsets: Tensor) -> Tensor:
+        """See `Backend`."""
+        count, bags = offsets.shape[0], offsets.shape[1] - 1
+        out = torch.empty(count * bags + 1, dtype=torch.int64, device=offsets.device)
+        if count == 0 or bags == 0:
+            return out.zero_()
+        with _on(offsets.device):
+            launch(
+                join_offsets_kernel, (count * ceil_div(bags, JOINED),), (offsets.contiguous(), out), (count, bags), 4,
+                {"BAGS": JOINED, "AHEAD": 128},
+            )  # fmt: skip
+        return out
+
     # --- sums by row -----------------------------------------------------------------------------------------------
 
     def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
@@ -245,6 +242,12 @@ class TritonBackend:
             # contiguous, so that one offset serves both
             self._sum_by_row(target, features, facts.tables, csr, no_scale, grad.contiguous(), winners.contiguous())
 
+    def sparse_row_grad(
+        self, features: Tensor, tables: Tensor, source: Tensor, csr: Csr, scale: Tensor, grad: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """See `Backend`."""
+        return compact_row_grad(self, features, tables, source, csr, scale, grad)
+
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
         """See `Backend`; `grad_scale` and `skip` play no part."""
         squares = torch.zeros(csr.ids.shape[0], dtype=torch.float32, device=grad.device)
@@ -265,72 +268,7 @@ class TritonBackend:
         config = self._update_config(facts.widest)
         with _on(grad.device):
             runs = sorted_runs(features, tables, facts, csr, scale, grad, config, target.mode != STORE_SUMS)
-            self._finish(target, tables, facts, runs, grad, winners, known_columns(features), config)
-
-    def _finish(
-        self, target: Target, tables: Tensor, facts: TableFacts, runs: SortedRuns, grad: Tensor,
-        winners: Tensor | None, columns: int, config: configs.UpdateConfig,
-    ) -> None:  # fmt: skip
-        update = target.update
-        slots, hyper, steps = (update.slots, update.hyper, update.steps) if update else (None,) * 3
-        grad_scale, skip = (update.grad_scale, update.skip) if update else (None, None)
-        source = target.source if facts.clipped else None
-        common: dict[str, Any] = {
-            "MODE": target.mode, "SEVERAL_RULES": len(target.rules) > 1, "HAS_GRAD_SCALE": grad_scale is not None,
-            "HAS_SKIP": skip is not None, "CLIPPED": facts.clipped, "ALIGN": _rows_align(target.starts, target.out),
-            "SOURCE_ALIGN": 1 if source is None else _rows_align(target.sources, source),
-            "SLOT_ALIGN": min(target.slots, WIDE_WORD // 4), "DIM_ALIGN": facts.dims, "CHUNK": config.chunk,
-            "BLOCK_D": config.block_d,
-        }  # fmt: skip
-        state = (target.out, slots, tables, hyper, steps, grad_scale, skip)
-        read = (grad, winners, runs.order if winners is not None else None, runs.sources, runs.coefficients)
-        reading = {
-            "HAS_COEFFICIENTS": runs.coefficients is not None, "HAS_WINNERS": winners is not None,
-            "GRAD_ALIGN": _grad_align(columns, grad),
-        }  # fmt: skip
-        rules = [(number, _rule(rule)) for number, rule in target.rules]
-        for number, rule in rules:
-            launch(
-                segments_kernel, (runs.blocks * config.parts,), (
-                    *state, *read, runs.starts, runs.tags, runs.rows, runs.first_sources, runs.counts, runs.partials,
-                    source,
-                ), (grad.stride(1), runs.stride, number), config.warps,
-                {**rule, **reading, **common, "BLOCK": config.block, "PARTS": config.parts,
-                 "SEGMENTS": config.segments},
-            )  # fmt: skip
-        if runs.number <= config.long:
-            return
-        for number, rule in rules:
-            launch(
-                long_kernel, (min(runs.number // config.long, config.long_programs),), (
-                    *state, *read, runs.starts, runs.tags, runs.rows, runs.list_counts, runs.long, runs.partials,
-                    source,
-                ), (grad.stride(1), runs.stride, number), config.long_warps,
-                {**rule, **reading, **common, "TERMS": config.terms},
-            )  # fmt: skip
-        if runs.number <= config.chunk:
-            return
-        if runs.number > config.chunk * config.fold:
-            launch(
-                fold_kernel, (ceil_div(runs.windows, config.fold),),
-                (runs.keys, runs.partials, runs.folds), (runs.number, runs.absent, runs.stride), config.join_warps,
-                {"CHUNK": config.chunk, "FOLD": config.fold, "JOIN": config.join, "BLOCK_D": config.block_d},
-            )  # fmt: skip
-        for number, rule in rules:
-            launch(
-                join_kernel, (min(runs.windows, config.joiners),), (
-                    *state, runs.keys, runs.list_counts, runs.cuts, runs.cut_tables, runs.partials, runs.folds, source,
-                ), (runs.number, runs.stride, number), config.join_warps,
-                {**rule, **common, "FOLD": config.fold, "JOIN": config.join},
-            )  # fmt: skip
-
-
-def _rule(rule: type[Optimizer] | None) -> dict[str, Any]:
-    """The row rule and the kinds of its slots, as the kernels take them."""
-    if rule is None:
-        return {"RULE": None, "SLOT0": 0, "SLOT1": 0}
-    kinds = [SLOT_KINDS[kind] for kind in rule.slot_kinds] + [0, 0]
-    return {"RULE": rule.rule, "SLOT0": kinds[0], "SLOT1": kinds[1]}
+            finish(target, tables, facts, runs, grad, winners, known_columns(features), config)
 
 
 def _contiguous(csr: Csr) -> Csr:
@@ -341,17 +279,6 @@ def _contiguous(csr: Csr) -> Csr:
         None if weights is None else weights.to(torch.float32).contiguous(),
         csr.bags,
     )
-
-
-def _rows_align(starts: int, tensor: Tensor) -> int:
-    """Elements of `tensor` that can be read in one word, if rows start at multiples of `starts`."""
-    return min(starts, WIDE_WORD // tensor.element_size())
-
-
-def _grad_align(columns: int, grad: Tensor) -> int:
-    if grad.stride(1) != 1:
-        return 1
-    return _rows_align(alignment(columns, grad.stride(0)), grad)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
