@@ -34,7 +34,7 @@ def queries(module: Any, p: Parameters, x: Tensor, mask: Tensor | None) -> Tenso
     norm = module.query.norm
     if isinstance(norm, nn.BatchNorm1d):
         made = batch_norm(made, mask, p, module, "query.norm.")
-    made = made.unflatten(-1, (module.query.heads, 2, module.query.half))
+    made = made.unflatten(-1, (module.query.heads, 2, module.query.half_width))
     if norm is None or isinstance(norm, nn.BatchNorm1d):
         return made
     if norm.kind == "layer":
@@ -98,7 +98,7 @@ def ultramem(module: Any, p: Parameters, x: Tensor, mask: Tensor | None = None) 
     """`UltraMem.forward` without dropout, with every virtual row made: `topk` must be all rows and columns."""
     x = x if mask is None else torch.where(mask[..., None], x, 0)
     asked = queries(module, p, x, mask)
-    half, keys = module.query.half, p["keys.keys"]
+    half, keys = module.query.half_width, p["keys.keys"]
     keys = keys - keys.mean(-1, keepdim=True)
     keys = keys / (keys.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     row = torch.einsum("...hd,hrnd->...hrn", asked[..., 0, :], keys[:, 0]) / half**0.5

@@ -5,7 +5,7 @@ import torch
 
 import embedfuse
 from embedfuse.torch import EmbeddingCollection, FusedOptimizer, use_backend
-from embedfuse.torch.expert import ACTIVATIONS, expert_lookup
+from embedfuse.torch.gather.expert import ACTIVATIONS, expert_lookup
 
 FUNCTIONS = {
     "relu": torch.relu,

@@ -93,7 +93,7 @@ def test_frozen_inputs(engine, name):
 
 def test_what_is_not_needed_is_not_made(engine, monkeypatch):
     """No gradient of weights that need none, and the table is not kept for it."""
-    from embedfuse.torch import gather_functions
+    from embedfuse.torch.gather import functions as gather_functions
 
     made = []
     for name in ("gather_sum", "gather_dot", "scatter_sum"):
@@ -153,7 +153,7 @@ BATCHES = [(0, None, None), (None, 0, 0), (0, 0, 0), (1, None, 0), (2, 1, 1), (N
 @pytest.mark.parametrize("dims", BATCHES)
 def test_vmap_is_one_call(engine, dims, monkeypatch):
     """Conformance case 27: batched tables, indices and weights, in every place, as a loop; and their gradients."""
-    from embedfuse.torch import gather_functions
+    from embedfuse.torch.gather import functions as gather_functions
 
     calls = []
     body = gather_functions.bodies.gather_sum

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from embedfuse.torch import use_backend
-from embedfuse.torch.product_topk import in_torch, product_topk, staircase
+from embedfuse.torch.gather.product_topk import in_torch, product_topk, staircase
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import gather_functions
-from .backends import Policy
-from .functions import is_transformed, is_watched
-from .gather_arguments import check_table, checked, read_indices, read_weights
+from ..backends import Policy
+from ..functions import is_transformed, is_watched
+from . import functions as gather_functions
+from .arguments import check_table, checked, read_indices, read_weights
 
 REMAPS = ("mod", "shift", "hash")
 

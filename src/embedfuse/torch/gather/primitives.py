@@ -9,16 +9,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import gather_functions
-from .backends import Policy
-from .bag_arguments import FLOAT_TYPES
-from .bags import Bags
-from .collection import EmbeddingCollection
-from .functions import is_transformed, is_watched
-from .gather_arguments import check_choices, check_table, checked, read_indices, read_vectors, read_weights
-from .gather_functions import Sink
-from .gather_sinks import CoalescedRows, IntoBuffer, opened_table
-from .nest import rebuild
+from ..backends import Policy
+from ..bag_arguments import FLOAT_TYPES
+from ..bags import Bags
+from ..collection import EmbeddingCollection
+from ..functions import is_transformed, is_watched
+from ..nest import rebuild
+from . import functions as gather_functions
+from .arguments import check_choices, check_table, checked, read_indices, read_vectors, read_weights
+from .functions import Sink
+from .sinks import CoalescedRows, IntoBuffer, opened_table
 
 
 def gather_reduce_sum(

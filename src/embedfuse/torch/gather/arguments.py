@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .backends import BadId, accumulation_dtype
-from .bag_arguments import FLOAT_TYPES
-from .bags import ID_TYPES
-from .collection import POLICIES
-from .functions import is_transformed
+from ..backends import BadId, accumulation_dtype
+from ..bag_arguments import FLOAT_TYPES
+from ..bags import ID_TYPES
+from ..collection import POLICIES
+from ..functions import is_transformed
 
 GRADS = ("dense", "sparse")
 

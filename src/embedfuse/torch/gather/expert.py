@@ -6,13 +6,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import gather_functions
-from .backends import Policy, accumulation_dtype, select
-from .collection import EmbeddingCollection
-from .functions import is_transformed, is_watched
-from .gather import gather_dot, gather_reduce_sum
-from .gather_arguments import check_table, checked, read_indices, read_vectors, read_weights
-from .gather_bodies import refuse_bad_ids
+from ..backends import Policy, accumulation_dtype, select
+from ..collection import EmbeddingCollection
+from ..functions import is_transformed, is_watched
+from . import functions as gather_functions
+from .arguments import check_table, checked, read_indices, read_vectors, read_weights
+from .bodies import refuse_bad_ids
+from .primitives import gather_dot, gather_reduce_sum
 
 Activation = Literal["relu", "gelu", "silu", "identity"]
 ACTIVATIONS = ("relu", "gelu", "silu", "identity")
@@ -153,7 +153,7 @@ class _ExpertLookup(torch.autograd.Function):
         ctx: Any, x: Tensor, down: Tensor, up: Tensor, scores: Tensor, gate: Tensor | None, ids: Tensor,
         activation: str, policy: Policy,
     ) -> Tensor:  # fmt: skip
-        from .backends import triton_memory
+        from ..backends import triton_memory
 
         refuse_bad_ids(ids.view(-1), down.shape[0], policy)
         out, dots, gates = triton_memory.expert_lookup(x, down, gate, up, ids, scores, activation)

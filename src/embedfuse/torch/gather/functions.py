@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from . import gather_bodies as bodies
-from .backends import Policy
-from .functions import call, is_transformed, is_watched
-from .gather_batching import bags_of_all, tables_of_all, together
+from ..backends import Policy
+from ..functions import call, is_transformed, is_watched
+from . import bodies
+from .batching import bags_of_all, tables_of_all, together
 
 
 class Sink(Protocol):
@@ -34,7 +34,7 @@ class Sink(Protocol):
 def gather_sum(
     table: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, policy: Policy, sink: Sink | None = None
 ) -> Tensor:
-    """`gather_bodies.gather_sum`; `sink` gets the table's gradient."""
+    """`bodies.gather_sum`; `sink` gets the table's gradient."""
     if _is_traced(table, weights, ids) and sink is None:
         made: Tensor = torch.ops.embedfuse.gather_sum(table, weights, ids, offsets, policy)
         return made
@@ -46,7 +46,7 @@ def gather_sum(
 def gather_dot(
     table: Tensor, x: Tensor, ids: Tensor, offsets: Tensor, policy: Policy, sink: Sink | None = None
 ) -> Tensor:
-    """`gather_bodies.gather_dot`; `sink` gets the table's gradient."""
+    """`bodies.gather_dot`; `sink` gets the table's gradient."""
     if _is_traced(table, x, ids) and sink is None:
         made: Tensor = torch.ops.embedfuse.gather_dot(table, x, ids, offsets, policy)
         return made
@@ -58,7 +58,7 @@ def gather_dot(
 def scatter_sum(
     grad: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, rows: int, dtype: torch.dtype, policy: Policy
 ) -> Tensor:
-    """`gather_bodies.scatter_sum`."""
+    """`bodies.scatter_sum`."""
     if _is_traced(grad, weights, ids):
         made: Tensor = torch.ops.embedfuse.scatter_sum(grad, weights, ids, offsets, rows, dtype, policy)
         return made

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import select
-from .bag_arguments import FLOAT_TYPES
-from .functions import is_transformed, is_watched
+from ..backends import select
+from ..bag_arguments import FLOAT_TYPES
+from ..functions import is_transformed, is_watched
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _lib.define("product_topk_ids(Tensor scores_a, Tensor scores_b, SymInt k) -> Tensor")
@@ -199,13 +199,13 @@ def best_pairs(scores_a: Tensor, scores_b: Tensor, k: int) -> tuple[Tensor | Non
     name = select(scores_a.device, scores_a.dtype).name
     if name == "triton":
         # imported here, since Triton need not be installed
-        from .backends import triton_memory
+        from ..backends import triton_memory
 
         found = triton_memory.product_topk(flat_a, flat_b, k)
         if found is not None:
             return found[0].view(*shape, k), found[1].view(*shape, k)
     if name == "cpu" and _engine_has_it():
-        from .. import cpu
+        from ... import cpu
 
         first, second = (scores if scores.stride(1) == 1 else scores.contiguous() for scores in (flat_a, flat_b))
         ids = torch.empty((*shape, k), dtype=torch.int64)
@@ -216,7 +216,7 @@ def best_pairs(scores_a: Tensor, scores_b: Tensor, k: int) -> tuple[Tensor | Non
 
 def _engine_has_it() -> bool:
     """Whether the installed engine was built from sources that have this op."""
-    from ..cpu import _engine
+    from ...cpu import _engine
 
     return hasattr(_engine, "product_topk")
 

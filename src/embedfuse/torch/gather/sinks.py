@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..optim import SGD
-from ..plan import T_RULE, PlannedFeature, plan_group
-from . import ledger as ledgers
-from . import one_table
-from .backends import Csr, Update, accumulation_dtype, select
-from .collection import EmbeddingCollection
+from ...optim import SGD
+from ...plan import T_RULE, PlannedFeature, plan_group
+from .. import ledger as ledgers
+from .. import one_table
+from ..backends import Csr, Update, accumulation_dtype, select
+from ..collection import EmbeddingCollection
 
 
 def _refuse_second_derivative(grad: Tensor, weights: Tensor | None) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import one_table
-from .backends import BadId, Csr, Policy, accumulation_dtype, device_errors, select
+from .. import one_table
+from ..backends import BadId, Csr, Policy, accumulation_dtype, device_errors, select
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _IDS = "Tensor ids, Tensor offsets"
