@@ -2,7 +2,8 @@
 
 All contestants run in one process and take turns, round after round; what is printed is the ratio of the medians, with
 those of the first and last third of the rounds beside it to show how steady the machine was. Ids are uniform. Every
-result is compared with PyTorch's before it is timed.
+result is compared with PyTorch's before it is timed. On a machine that others use, set OMP_PROC_BIND=true: else both
+threads may be put on one processor.
 """
 
 import argparse

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 
 from .. import __version__
+from .bench import bench
+from .lm import lm
 
 app = typer.Typer(
     name="embedfuse",
@@ -69,6 +71,10 @@ class Interaction(StrEnum):
 
     CAT = "cat"
     DOT = "dot"
+
+
+app.command()(lm)
+app.command()(bench)
 
 
 def run_app(arguments: list[str]) -> int:

@@ -1,0 +1,145 @@
+"""How the benchmarks measure time, launches and memory."""
+
+import contextlib
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bench_helpers import (
+    CPU,
+    quick_backend,  # noqa: F401 (a fixture for all tests here)
+)
+
+from embedfuse.bench import (
+    providers,
+    timing,
+)
+
+
+def test_jobs_take_turns_and_one_that_fails_does_not_stop_the_others() -> None:
+    order: list[str] = []
+
+    def job(name: str, run: Callable[[Any, Any], Any]) -> timing.Job:
+        return timing.Job(name, "train", providers.Phase(run), ["first", "second"], False)
+
+    def failing(batch: Any, _: Any) -> None:
+        order.append("b")
+        if len(order) > 20:
+            raise ValueError("too often\nand more")
+
+    jobs = [job("a", lambda batch, _: order.append("a")), job("b", failing), job("c", lambda *_: time.sleep(0.002))]
+    timing.take_turns(jobs, CPU, 12, lambda: None)
+    assert order[:4] == ["b", "a", "a", "b"] or order[:4] == ["a", "b", "b", "a"]
+    assert timing.results(jobs[1]) == {"error": "ValueError: too often"}
+    wall = timing.results(jobs[2])["wall"]
+    assert wall["samples"] == 12
+    assert wall["q1"] <= wall["median"] <= wall["q3"]
+    assert wall["median"] >= 2
+
+
+def test_what_comes_before_a_phase_is_not_timed() -> None:
+    phase = providers.Phase(lambda _batch, prepared: prepared, lambda _batch: time.sleep(0.01))
+    job = timing.Job("a", "backward", phase, [0], False)
+    timing.take_turns([job], CPU, 3, lambda: None)
+    assert timing.results(job)["wall"]["median"] < 5
+
+
+class ActedGraph:
+    """What stands for a CUDA graph: knows how often it was replayed."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class ActedEvent:
+    """Takes 2 ms from one to the next."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, other: "ActedEvent") -> float:
+        return 2.0
+
+
+def acted_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device that says it is a GPU, and the calls of torch that a GPU would answer."""
+    nothing = contextlib.nullcontext
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name, act in {
+        "Stream": lambda: stream, "stream": lambda _: nothing(), "current_stream": lambda: stream,
+        "synchronize": lambda *_: None, "CUDAGraph": ActedGraph, "graph": lambda graph, stream: nothing(),
+        "Event": ActedEvent, "reset_peak_memory_stats": lambda _: None, "memory_allocated": lambda _: 100,
+        "max_memory_allocated": lambda _: 150, "_sleep": lambda _: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, act)
+    span = types.SimpleNamespace
+    seen = [
+        span(name=name, device_type=timing.CUDA, time_range=span(start=at, elapsed_us=lambda: 3.0))
+        for at, name in enumerate(
+            ["spin_kernel", "look_up", "spin_kernel", "zero", "spin_kernel", "a", "b", "spin_kernel"]
+        )
+    ]
+    profile = types.SimpleNamespace(events=lambda: reversed(seen))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: nothing(profile))
+    monkeypatch.setattr(timing, "Flusher", lambda device: lambda: None)
+    return types.SimpleNamespace(type="cuda")
+
+
+def test_the_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = acted_gpu(monkeypatch)
+
+    def refusing(batch: Any, prepared: Any) -> None:
+        calls.append(batch)
+        # the fourth call is the first one that is captured
+        if len(calls) > 5:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    calls: list[Any] = []
+    free = timing.Job("a", "forward", providers.Phase(lambda *_: None), [0, 1, 2], True)
+    refused = timing.Job("b", "forward", providers.Phase(refusing), [0, 1, 2], True)
+    timing.examine([free, refused], device)
+    assert (free.facts["launches"], refused.facts["launches"]) == (1, 2)
+    assert refused.facts["kernels us"] == {"a": 3.0, "b": 3.0}
+    assert free.facts["peak bytes"] == 50
+    refusals = timing.Refusals()
+    for job in (free, refused):
+        refusals.capture(job)
+    assert len(free.graphs) == 3
+    assert refused.graphs == []
+    assert "stream is capturing" in refused.facts["no graph"]
+    again = timing.Job("b", "forward", providers.Phase(lambda *_: None), [0], True)
+    refusals.capture(again)
+    assert again.graphs == []
+    timing.take_turns([free, again], device, 4, lambda: None)
+    found = timing.results(free)
+    assert found["device"]["median"] == found["device, cold cache"]["median"] == 2.0
+    assert {"wall", "host", "graph, wall"} <= found.keys()
+    # in each round three times warm (one before, one by events, one by the clock on the wall) and once cold
+    assert sum(graph.replays for graph in free.graphs) == (4 + timing.WARM_UP) * 4
+    assert "device" not in timing.results(again)
+
+
+class Event:
+    """A kernel as the profiler shows it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_kernels_are_counted_between_markers() -> None:
+    events = [Event(name) for name in ("a", "spin_kernel(long)", "b", "Memcpy DtoD", "b", "at::spin_kernel", "c")]
+    pieces = timing.split_at(events, timing.MARKER)
+    assert [[event.name for event in piece] for piece in pieces] == [["a"], ["b", "Memcpy DtoD", "b"], ["c"]]
+    facts = timing.kernel_facts([(event.name, 2.0) for event in pieces[1]])
+    assert facts == {
+        "launches": 2, "copies": 1, "kernels ms": 0.006, "kernels us": {"b": 4.0, "Memcpy DtoD": 2.0},
+    }  # fmt: skip
