@@ -163,9 +163,13 @@ def test_a_stopped_run_goes_on_as_if_nothing_happened(how: signal.Signals, whole
 # --- mistakes ----------------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "no path": (["--data", "criteo"], "`path` must name the file of data 'criteo'"),
+    "no path": (["--data", "criteo"], "`path` must name the file of data 'criteo', got none: give --path"),
     "no such file": (["--data", "criteo", "--path", "no.tsv"], "`path` must be a file, got 'no.tsv'"),
-    "path for flights": (["--data", "flights", "--path", "x"], "and only of it, got x for 'flights'"),
+    "path for flights": (["--data", "flights", "--path", "x"], "`path` is of data 'criteo', got it for 'flights'"),
+    "test path": (["--data", "synthetic", "--test-path", "x"], "`test_path` is of data 'criteo', got it for"),
+    "buckets": (["--data", "synthetic", "--buckets", "9"], "leave it out, or give --data criteo"),
+    "rows": (["--data", "flights", "--rows", "9"], "`rows` is of data 'synthetic', got it for 'flights'"),
+    "out": (["--data", "synthetic", "--out", __file__], "`out` must be a folder, or be made as one, got the file"),
     "epochs": (["--data", "synthetic", "--epochs", "0"], "`epochs` must be at least 1, got 0"),
     "dropout": (["--data", "synthetic", "--dropout", "1"], "`dropout` must be in [0, 1), got 1.0"),
     "threads": (["--data", "synthetic", "--threads", "0"], "`threads` must be at least 1, got 0"),
@@ -184,7 +188,7 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(
     mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, message = MISTAKES[mistake]
-    assert cli.main(["train", *options, "--out", str(tmp_path / "run")]) == 2
+    assert cli.main(["train", "--out", str(tmp_path / "run"), *options]) == 2
     shown = capsys.readouterr()
     assert message in one_line(shown.err)
     assert "Traceback" not in shown.err + shown.out

@@ -11,9 +11,11 @@ from .optim import Optimizer, resolve
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _count(name: str, value: Any, least: int) -> int:
+    """`value` as Python's int, if it is a whole number of any library."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}")
+    return int(value)
 
 
 def check_max_norm(value: Any) -> None:
@@ -77,8 +79,8 @@ class TableConfig:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check_count("vocabulary_size", self.vocabulary_size, 1)
-        _check_count("dim", self.dim, 1)
+        object.__setattr__(self, "vocabulary_size", _count("vocabulary_size", self.vocabulary_size, 1))
+        object.__setattr__(self, "dim", _count("dim", self.dim, 1))
         _check_combiner(self.combiner)
         if isinstance(self.initializer, str):
             raise ValueError(
@@ -127,15 +129,15 @@ class FeatureConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.table, TableConfig):
             raise TypeError(f"`table` must be a TableConfig, got {type(self.table).__name__}")
-        _check_count("max_sequence_length", self.max_sequence_length, 0)
+        length = _count("max_sequence_length", self.max_sequence_length, 0)
+        object.__setattr__(self, "max_sequence_length", length)
         if not isinstance(self.validate_weights_and_indices, bool):
             raise ValueError(
                 f"`validate_weights_and_indices` must be True or False, got {self.validate_weights_and_indices!r}"
             )
         if self.output_shape is not None:
-            object.__setattr__(self, "output_shape", tuple(self.output_shape))
-            for size in self.output_shape:
-                _check_count("output_shape", size, 1)
+            sizes = tuple(_count("output_shape", size, 1) for size in self.output_shape)
+            object.__setattr__(self, "output_shape", sizes)
         if self.combiner is not None:
             _check_combiner(self.combiner)
         check_default_id(self.default_id, self.table.vocabulary_size)

@@ -90,7 +90,7 @@ def _all(features: Array, csr: Csr) -> Iterator[Term]:
 def terms(features: Array, csr: Csr) -> Iterator[Term]:
     """The ids that count, in order: inside their table, and of positive weight where the feature asks for it."""
     for term in _all(features, csr):
-        dropped = term.feature[FLAGS] & DROP_NONPOSITIVE_WEIGHTS and term.weight <= 0
+        dropped = term.feature[FLAGS] & DROP_NONPOSITIVE_WEIGHTS and not term.weight > 0
         if 0 <= term.id < term.feature[ROWS] and not dropped:
             yield term
 

@@ -8,7 +8,8 @@ import torch
 from plain import batch_for, three_features
 
 import embedfuse
-from embedfuse.torch import FusedOptimizer, load, save
+from embedfuse import FeatureConfig, TableConfig
+from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer, load, save
 
 
 class Model(torch.nn.Module):
@@ -111,4 +112,109 @@ def test_refusals_change_nothing(tmp_path):
     index = json.loads((tmp_path / "checkpoint.json").read_text())
     (tmp_path / "checkpoint.json").write_text(json.dumps({**index, "format": 99}))
     with pytest.raises(ValueError, match="format"):
+        load(tmp_path)
+
+
+def test_keys_of_state_never_collide(tmp_path):
+    state = {
+        "a": {"b": torch.tensor([1.0])}, "a/b": torch.tensor([2.0]), "a/b'": torch.tensor([3.0]),
+        7: torch.tensor([4.0]), "7": torch.tensor([5.0]),
+    }  # fmt: skip
+    marks = {"t": {"__tuple__": [1, 2]}, "i": {"__items__": [[1, 2]]}, "x": {"__tensor__": "a"}, "pair": (1, (2,))}
+    save(tmp_path, {}, state=state | marks)
+    found = load(tmp_path)
+    assert {key: found[key] for key in marks} == marks
+    assert found["a"]["b"].item() == 1
+    assert [found[key].item() for key in ("a/b", "a/b'", 7, "7")] == [2, 3, 4, 5]
+
+
+def test_table_names_may_hold_slashes(tmp_path):
+    def model():
+        tables = [TableConfig(4, 2, name=name) for name in ("a", "a/step", "b/a")]
+        return EmbeddingCollection([FeatureConfig(table) for table in tables], embedfuse.Adam(0.1))
+
+    first, second = model(), model()
+    optimizers = FusedOptimizer(first), FusedOptimizer(second)
+    first.concatenated([Bags.from_lists([[number, 3]]) for number in range(3)]).sum().backward()
+    optimizers[0].step()
+    save(tmp_path, {"m": first}, {"o": optimizers[0]})
+    load(tmp_path, {"m": second}, {"o": optimizers[1]})
+    for name, slots in optimizers[0].state_dict()["state"].items():
+        assert torch.equal(first.tables[name], second.tables[name])
+        for slot, value in slots.items():
+            assert torch.equal(value, optimizers[1].state_dict()["state"][name][slot])
+
+
+@pytest.mark.parametrize("wrong", ["shape", "count", "rule"])
+def test_nothing_is_loaded_unless_everything_fits(wrong, tmp_path):
+    def parts(width, count, rule):
+        collection = EmbeddingCollection({"f": FeatureConfig(TableConfig(10, 2, name="t"))})
+        dense = torch.nn.ModuleList([torch.nn.Linear(width, 1) for _ in range(count)])
+        dense_optimizer = torch.optim.Adam(dense.parameters())
+        other = EmbeddingCollection({"f": FeatureConfig(TableConfig(4, 2, name="u"))}, rule)
+        optimizers = {"a": FusedOptimizer(collection, default=embedfuse.Adagrad(0.1)), "b": dense_optimizer}
+        return collection, dense, optimizers | {"c": FusedOptimizer(other)}
+
+    collection, dense, optimizers = parts(3, 1, embedfuse.Adam(0.1))
+    collection({"f": Bags.from_lists([[1]])})["f"].sum().backward()
+    dense[0](torch.ones(1, 3)).sum().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    save(tmp_path, {}, optimizers)
+    asked = {"shape": (4, 1, embedfuse.Adam(0.1)), "count": (3, 2, embedfuse.Adam(0.1)),
+             "rule": (3, 1, embedfuse.AdamW(0.1))}[wrong]  # fmt: skip
+    _, _, others = parts(*asked)
+    before = {slot: value.clone() for slot, value in others["a"].state_dict()["state"]["t"].items()}
+    with pytest.raises(ValueError, match=f"optimizer '{'c' if wrong == 'rule' else 'b'}'"):
+        load(tmp_path, None, others)
+    for slot, value in others["a"].state_dict()["state"]["t"].items():
+        assert torch.equal(value, before[slot])
+    assert not others["b"].state
+
+
+def test_checkpoints_of_earlier_versions_load(tmp_path):
+    model, optimizers = made()
+    train(model, optimizers, range(1))
+    save(tmp_path, {"model": model}, optimizers)
+    index = json.loads((tmp_path / "checkpoint.json").read_text())
+    del index["shapes"]
+    (tmp_path / "checkpoint.json").write_text(json.dumps(index))
+    other, others = made()
+    load(tmp_path, {"model": other}, others)
+    assert torch.equal(other.top.weight, model.top.weight) and len(others["dense"].state) == 2
+
+
+class WithExtra(torch.nn.Module):
+    def __init__(self, extra):
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_extra_state_may_be_anything_plain(tmp_path):
+    saved, fresh = WithExtra({"words": ["a"], "n": (1, 2)}), WithExtra({})
+    save(tmp_path, {"m": saved})
+    load(tmp_path, {"m": fresh})
+    assert fresh.extra == saved.extra
+    with pytest.raises(ValueError, match="must have the saved shape dict, got "):
+        load(tmp_path, {"m": WithExtra(torch.ones(2))})
+
+
+def test_files_that_are_no_checkpoints(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotADirectoryError, match="`path` must be a folder"):
+            save(path, {})
+    missing = {"format": 1, "tensors": "no", "modules": {}, "optimizers": {}, "state": None}
+    for text in ("[]", "3", "{}", '{"format": 1}', '{"tensors": 3}', json.dumps(missing)):
+        (tmp_path / "checkpoint.json").write_text(text)
+        with pytest.raises(ValueError, match="is damaged"):
+            load(tmp_path)
+    (tmp_path / "checkpoint.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is damaged"):
         load(tmp_path)

@@ -8,8 +8,10 @@ import torch
 from rich.console import Console
 
 from ..data.schema import DataError
+from ..torch.backends import select
 from ..training import DivergedError, Interrupted, ResumeError, Settings, run
 from ..training.presets import preset
+from ..training.settings import check_is_of_data
 from .screen import RichScreen, result_table, speed_line
 
 MISTAKE, STOPPED = 2, 130
@@ -19,9 +21,14 @@ def train_command(model: str, data: str, given: dict[str, Any], out: Path, *, re
     """Runs it; returns the exit code."""
     errors = Console(stderr=True)
     try:
+        for name in given:
+            check_is_of_data(name, data)
         settings = Settings(model=model, data=data, **{**preset(model, data), **given})
         _check_device(settings.device)
-    except ValueError as error:
+        select(torch.device(settings.device), torch.float32)
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"`out` must be a folder, or be made as one, got the file {str(out)!r}: choose another")
+    except (ValueError, NotImplementedError) as error:
         return _fail(errors, str(error))
     if threads is not None:
         if threads < 1:

@@ -27,6 +27,7 @@ __all__ = [
     "pooled_lookup",
     "prefer_large_pages",
     "prepare_ids",
+    "product_topk",
     "row_grad",
     "row_square_sum",
     "row_update",
@@ -152,8 +153,13 @@ def _batch(features: Any, csr: Csr, accumulation: str) -> _engine.Batch:
     if kind not in ("int32", "int64"):
         raise TypeError(f"`ids` must be int32 or int64, got {csr.ids.dtype}: convert them")
     weights = 0 if csr.weights is None else _packed("weights", csr.weights, accumulation)
+    if csr.weights is not None and csr.weights.shape[0] != csr.ids.shape[0]:
+        raise ValueError(f"`weights` must be one an id, {csr.ids.shape[0]}, got {csr.weights.shape[0]}")
     count = features.shape[0]
-    records = (csr.offsets.shape[0] - 1) // (count * csr.bags) if count * csr.bags else 0
+    bags = count * csr.bags
+    records, rest = divmod(csr.offsets.shape[0] - 1, bags) if bags else (0, csr.offsets.shape[0] - 1)
+    if rest:
+        raise ValueError(f"`offsets` must be one more than a multiple of {bags} bags, got {csr.offsets.shape[0]}")
     return _engine.Batch(
         _described("features", features, FEATURE_WIDTH), count, _packed("ids", csr.ids), kind == "int64",
         csr.ids.shape[0], _packed("offsets", csr.offsets, "int64"), weights, csr.bags, records,
@@ -305,4 +311,18 @@ def coefficient_grad(table: Any, features: Any, csr: Csr, scale: Any, grad: Any,
     _engine.coefficient_grad(
         _batch(features, csr, kind), _upstream(scale, grad, kind), _address(table), _code(table.dtype),
         _packed("out", out, kind), threads,
+    )  # fmt: skip
+
+
+def product_topk(scores_a: Any, scores_b: Any, ids: Any, *, threads: int = 1) -> None:
+    """Fills `ids` int64 `[R, k]` with the best pairs of rows `[R, n]` and `[R, m]`; see `torch/product_topk.py`."""
+    (a_stride, a_step), (b_stride, b_step) = _strides(scores_a), _strides(scores_b)
+    if a_step != 1 or b_step != 1:
+        raise ValueError(f"rows of scores must be without gaps, got strides {a_step} and {b_step}: make a copy")
+    if _name(scores_a.dtype) != _name(scores_b.dtype):
+        raise TypeError(f"scores must be of one type, got {scores_a.dtype} and {scores_b.dtype}: convert one")
+    rows, k = ids.shape
+    _engine.product_topk(
+        _address(scores_a), scores_a.shape[1], a_stride, _address(scores_b), scores_b.shape[1], b_stride,
+        _code(scores_a.dtype), rows, k, _packed("ids", ids, "int64"), threads,
     )  # fmt: skip

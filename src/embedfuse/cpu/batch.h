@@ -28,6 +28,18 @@ inline int64_t largest_dim(const Batch& batch) {
   return dim;
 }
 
+inline bool are_sound(const Batch& batch) {
+  const int64_t* const offsets = batch.offsets;
+  const int64_t bags = all_bags(batch);
+  // a sign bit tells of a negative offset, or of one that is smaller than the one before
+  uint64_t signs = 0;
+  for (int64_t bag = 0; bag < bags; ++bag) {
+    const auto start = static_cast<uint64_t>(offsets[bag]), end = static_cast<uint64_t>(offsets[bag + 1]);
+    signs |= end | (end - start);
+  }
+  return offsets[0] == 0 && static_cast<int64_t>(signs) >= 0 && offsets[bags] <= batch.id_count;
+}
+
 // Some bags of one span, small enough to be shared out among threads.
 struct BagRange {
   Span span;
@@ -39,9 +51,9 @@ class BagRanges {
   BagRanges(const Batch& batch, int threads) : batch_(batch) {
     // long enough to keep prefetching, short enough to keep all threads busy to the end
     constexpr int64_t IDS_IN_A_RANGE = 2048, RANGES_A_THREAD = 16;
-    const int64_t all_bags = larger<int64_t>(batch.records * batch.feature_count * batch.bags, 1);
-    const int64_t for_length = batch.id_count == 0 ? batch.bags : IDS_IN_A_RANGE * all_bags / batch.id_count;
-    const int64_t for_balance = all_bags / (threads * RANGES_A_THREAD);
+    const int64_t every = larger<int64_t>(all_bags(batch), 1);
+    const int64_t for_length = batch.id_count == 0 ? batch.bags : IDS_IN_A_RANGE * every / batch.id_count;
+    const int64_t for_balance = every / (threads * RANGES_A_THREAD);
     size_ = larger<int64_t>(1, smaller(batch.bags, smaller(for_length, larger<int64_t>(for_balance, 16))));
     ranges_in_a_span_ = ceil_div(batch.bags, size_);
   }
@@ -79,7 +91,8 @@ class Ids {
   // An id that is not in its table, and not a negative one that was to be dropped.
   bool is_bad(int64_t position) const { return !in_table(position) && !(drops_negative_ && id(position) < 0); }
   bool counts(int64_t position) const {
-    return in_table(position) && !(drops_nonpositive_ && weights_[position] <= 0);
+    // so that a NaN does not count
+    return in_table(position) && !(drops_nonpositive_ && !(weights_[position] > 0));
   }
 
  private:

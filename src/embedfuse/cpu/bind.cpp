@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <new>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "engine.h"
@@ -83,6 +84,19 @@ Dtype dtype_of(int code) {
   return static_cast<Dtype>(code);
 }
 
+[[noreturn]] void refuse_offsets(const Batch& batch) {
+  const int64_t* const offsets = batch.offsets;
+  std::string found = "a first value of " + std::to_string(offsets[0]);
+  for (int64_t bag = all_bags(batch); bag-- > 0;)
+    if (offsets[bag + 1] < offsets[bag] || offsets[bag + 1] > batch.id_count)
+      found = std::to_string(offsets[bag]) + " before " + std::to_string(offsets[bag + 1]) + " at position " +
+              std::to_string(bag + 1);
+  throw nb::value_error(("`offsets` must start at 0, not decrease, and not exceed the number of ids, " +
+                         std::to_string(batch.id_count) + ", got " + found +
+                         ": were they changed after they were checked?")
+                            .c_str());
+}
+
 void bind_arguments(nb::module_& module) {
   nb::class_<Batch>(module, "Batch")
       .def(
@@ -91,6 +105,8 @@ void bind_arguments(nb::module_& module) {
              Address offsets, Address weights, int64_t bags, int64_t records) {
             new (self) Batch{at<const Feature>(features), feature_count,     at(ids), wide_ids, id_count,
                              at<const int64_t>(offsets),  at(weights), bags,    records};
+            // everything else trusts offsets, which a caller may have changed since they were checked
+            if (!kernels().are_sound(*self)) refuse_offsets(*self);
           },
           "features"_a, "feature_count"_a, "ids"_a, "wide_ids"_a, "id_count"_a, "offsets"_a, "weights"_a, "bags"_a,
           "records"_a);
@@ -207,6 +223,16 @@ void bind_functions(nb::module_& module) {
         });
       },
       "batch"_a, "shards"_a, "dtype"_a, "prepared"_a, "checked"_a, "threads"_a);
+  module.def(
+      "product_topk",
+      [](Address a, int64_t n, int64_t a_stride, Address b, int64_t m, int64_t b_stride, int dtype, int64_t rows,
+         int64_t k, Address ids, int threads) {
+        const Matrix first{at(a), dtype_of(dtype), a_stride, 1}, second{at(b), dtype_of(dtype), b_stride, 1};
+        run([&](const Kernels& kernels) {
+          return kernels.product_topk(first, n, second, m, rows, k, at<int64_t>(ids), threads);
+        });
+      },
+      "a"_a, "n"_a, "a_stride"_a, "b"_a, "m"_a, "b_stride"_a, "dtype"_a, "rows"_a, "k"_a, "ids"_a, "threads"_a);
   module.def(
       "coefficient_grad",
       [](const Batch& batch, const Upstream& upstream, Address table, int dtype, Address out, int threads) {

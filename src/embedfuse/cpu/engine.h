@@ -45,6 +45,9 @@ struct Batch {
   int64_t records;
 };
 
+// static, so that no other instruction set gets it
+static inline int64_t all_bags(const Batch& batch) { return batch.feature_count * batch.bags * batch.records; }
+
 // A matrix of any float type and any strides, in elements.
 struct Matrix {
   const void* data;
@@ -112,6 +115,8 @@ struct Kernels {
   const char* name;
   const char* const* rule_names;
   int rule_count;
+  // whether the bags of a batch go from 0 on, do not run backwards, and stay inside of the ids
+  bool (*are_sound)(const Batch&);
   // returns the first position of an id out of range, if `checked` and there is one
   int64_t (*pooled_lookup)(const Batch&, const void* table, Dtype, void* out, int64_t width, void* scale, bool checked,
                            int threads);
@@ -128,6 +133,9 @@ struct Kernels {
   int64_t (*coefficient_grad)(const Batch&, const Upstream&, const void* table, Dtype, void* out, int threads);
   // `shards` may be null; `dtype` is that of the tables. Returns what `pooled_lookup` returns
   int64_t (*prepare_ids)(const Batch&, const Shards* shards, Dtype, const Prepared&, bool checked, int threads);
+  // `a` and `b` are [rows, n] and [rows, m], of rows without gaps
+  int64_t (*product_topk)(const Matrix& a, int64_t n, const Matrix& b, int64_t m, int64_t rows, int64_t k, int64_t* ids,
+                          int threads);
 };
 
 const Kernels& kernels_baseline();

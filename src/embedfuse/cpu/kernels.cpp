@@ -6,6 +6,7 @@
 #include "max_pooling.h"
 #include "pooled_lookup.h"
 #include "prepare_ids.h"
+#include "product_topk.h"
 #include "row_grad.h"
 #include "row_update.h"
 
@@ -21,6 +22,7 @@ constexpr Kernels KERNELS = {
     EMBEDFUSE_STRING(EMBEDFUSE_ISA),
     RULE_NAMES,
     static_cast<int>(sizeof RULE_NAMES / sizeof *RULE_NAMES),
+    are_sound,
     [](const Batch& batch, const void* table, Dtype dtype, void* out, int64_t width, void* scale, bool checked,
        int threads) {
       return with_dtype(dtype, [&](auto type) {
@@ -68,6 +70,11 @@ constexpr Kernels KERNELS = {
     [](const Batch& batch, const Shards* shards, Dtype dtype, const Prepared& prepared, bool checked, int threads) {
       return dtype == Dtype::float64 ? prepare_ids<double>(batch, shards, prepared, checked, threads)
                                      : prepare_ids<float>(batch, shards, prepared, checked, threads);
+    },
+    [](const Matrix& a, int64_t n, const Matrix& b, int64_t m, int64_t rows, int64_t k, int64_t* ids, int threads) {
+      return with_dtype(a.dtype, [&](auto type) {
+        return product_topk<decltype(type)>(a.data, n, a.row_stride, b.data, m, b.row_stride, rows, k, ids, threads);
+      });
     },
 };
 

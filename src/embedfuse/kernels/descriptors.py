@@ -120,7 +120,8 @@ def within(ids, rows):
 @triton.jit
 def id_counts(ids, weights, rows, flags, inside):
     """Which ids count: those `inside` the batch and their table, of positive weight where the feature asks for it."""
-    dropped = ((flags & 2) != 0) & (weights <= 0)
+    # not `<= 0`, so that a NaN is dropped
+    dropped = ((flags & 2) != 0) & ((weights > 0) == 0)
     return inside & within(ids, rows) & (dropped == 0)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .bags import ID_TYPES
+from .bag_checks import ID_TYPES, check_jagged, check_same_lengths
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _lib.define("checked_offsets(Tensor offsets, SymInt count, bool includes_end) -> Tensor")
@@ -144,26 +144,14 @@ def read_nested(input: Any, offsets: Tensor | None, weights: Any) -> tuple[Tenso
     """Brings jagged ids `[B, *]`, and weights likewise, to 1-D ids, offsets that include the end, and weights."""
     if offsets is not None:
         raise ValueError("`offsets` must be None for nested `input`, which has its own")
-    _check_jagged("input", input)
+    check_jagged("input", input)
     if weights is None:
         return input.values(), input.offsets(), None
     if not weights.is_nested:
         raise ValueError("`per_sample_weights` must be nested like `input`, got a dense tensor")
-    _check_jagged("per_sample_weights", weights)
-    if weights.values().shape != input.values().shape:
-        raise ValueError(
-            f"`per_sample_weights` must have one entry an id, {input.values().shape[0]}, got "
-            f"{weights.values().shape[0]}"
-        )
+    check_jagged("per_sample_weights", weights)
+    check_same_lengths("per_sample_weights", weights, input)
     return input.values(), input.offsets(), weights.values()
-
-
-def _check_jagged(name: str, tensor: Any) -> None:
-    if tensor.layout is not torch.jagged or tensor.dim() != 2 or tensor.lengths() is not None:
-        raise ValueError(
-            f"nested `{name}` must be [B, *], of layout torch.jagged and without holes, got {tensor.dim()} dimensions "
-            f"and {tensor.layout}: use torch.nested.nested_tensor(list of 1-D tensors, layout=torch.jagged)"
-        )
 
 
 def _integers(name: str, tensor: Tensor) -> Tensor:

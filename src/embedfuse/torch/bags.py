@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .bag_checks import (
+    ID_TYPES,
+)
+from .bag_checks import (
+    check_ids,
+    check_jagged,
+    check_offsets,
+    check_same_lengths,
+    check_weights,
+    flattened,
+    ids_of,
+)
 from .compiling import mark_dynamic
-
-ID_TYPES = (torch.int32, torch.int64)
-
-
-def check_ids(name: str, ids: Tensor) -> None:
-    """Raises TypeError unless `ids` is an int32 or int64 tensor."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(ids).__name__}: use Bags.from_lists for lists")
-    if ids.dtype not in ID_TYPES:
-        raise TypeError(f"`{name}` must be int32 or int64, got {ids.dtype}: convert with `.long()`")
 
 
 class Bags:
@@ -50,9 +52,12 @@ class Bags:
         if offsets.device != ids.device:
             raise ValueError(f"`offsets` must be on the device of `ids`, {ids.device}, got {offsets.device}")
         if weights is not None:
-            _check_weights(weights, ids)
-        if not torch.compiler.is_compiling() and offsets.device.type == "cpu":
-            _check_offsets(offsets, ids.shape[0])
+            check_weights(weights, ids)
+        if offsets.device.type == "cpu":
+            if torch.compiler.is_compiling():
+                offsets = torch.ops.embedfuse.checked_bags(offsets, ids.shape[0])
+            else:
+                check_offsets(offsets, ids.shape[0])
         self.ids, self.offsets, self.weights = ids, offsets.to(torch.int64), weights
         _mark_dynamic(self)
 
@@ -64,30 +69,36 @@ class Bags:
         dtype: torch.dtype = torch.int64, device: Any = None,
     ) -> "Bags":  # fmt: skip
         """Bags from nested Python lists: `Bags.from_lists([[1, 2], [], [7]])`."""
-        lengths = [len(bag) for bag in bags]
-        values = [i for bag in bags for i in bag]
-        if any(isinstance(value, float) for value in values):
-            raise TypeError("`bags` must hold whole numbers, got a float: convert the ids with int()")
-        ids = torch.tensor(values, dtype=dtype)
+        if dtype not in ID_TYPES:
+            raise TypeError(f"`dtype` must be torch.int32 or torch.int64, got {dtype}")
+        values, lengths = flattened("bags", bags)
+        ids = ids_of(values, dtype)
         flat = None
         if weights is not None:
-            if [len(bag) for bag in weights] != lengths:
-                raise ValueError(
-                    f"`weights` must have the lengths of `bags`, {lengths}, got {[len(bag) for bag in weights]}"
-                )
-            flat = torch.tensor([w for bag in weights for w in bag], dtype=torch.float32)
+            numbers, weight_lengths = flattened("weights", weights)
+            if weight_lengths != lengths:
+                raise ValueError(f"`weights` must have the lengths of `bags`, {lengths}, got {weight_lengths}")
+            try:
+                flat = torch.tensor(numbers, dtype=torch.float32)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(f"`weights` must hold numbers: {error}") from error
         made = cls.from_lengths(ids, torch.tensor(lengths, dtype=torch.int64), flat)
         return made if device is None else made.to(device)
 
     @classmethod
     def from_lengths(cls, ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "Bags":
         """Bags from the number of ids in each; equals `offsets = [0, *cumsum(lengths)]`."""
+        check_ids("ids", ids)
         check_ids("lengths", lengths)
+        if ids.dim() != 1:
+            raise ValueError(f"`ids` must have one dimension, got shape {tuple(ids.shape)}: use Bags.from_padded")
         if lengths.dim() != 1:
             raise ValueError(f"`lengths` must have one dimension, got shape {tuple(lengths.shape)}")
         offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
         if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            if bool((lengths < 0).any()):
+                raise ValueError(f"`lengths` must not be negative, got {int(lengths.min())}")
             total = int(offsets[-1])
             if total != ids.shape[0]:
                 raise ValueError(f"`lengths` must sum to the number of ids, {ids.shape[0]}, got a sum of {total}")
@@ -103,8 +114,8 @@ class Bags:
         check_ids("ids", ids)
         if ids.dim() != 2:
             raise ValueError(f"`ids` must be [B, K], got shape {tuple(ids.shape)}")
-        if weights is not None and weights.shape != ids.shape:
-            raise ValueError(f"`weights` must have the shape of `ids`, {tuple(ids.shape)}, got {tuple(weights.shape)}")
+        if weights is not None:
+            check_weights(weights, ids)
         count, width = ids.shape
         if padding_id is None:
             offsets = torch.arange(count + 1, device=ids.device) * width
@@ -125,11 +136,10 @@ class Bags:
     @classmethod
     def from_nested(cls, ids: Tensor, weights: Tensor | None = None) -> "Bags":
         """Bags from a jagged nested tensor `[B, *]`, without a copy."""
-        if not (ids.is_nested and ids.layout is torch.jagged):
-            raise TypeError("`ids` must be a nested tensor of layout torch.jagged")
+        check_jagged("ids", ids)
         if weights is not None:
-            if not (weights.is_nested and weights.layout is torch.jagged):
-                raise TypeError("`weights` must be a nested tensor of layout torch.jagged, like `ids`")
+            check_jagged("weights", weights)
+            check_same_lengths("weights", weights, ids)
             weights = weights.values()
         # offsets() is a method of nested tensors alone
         offsets: Tensor = ids.offsets()  # type: ignore[attr-defined]
@@ -141,10 +151,10 @@ class Bags:
 
         A null list is an empty bag; null ids are refused.
         """
-        ids, offsets = _from_list_array(column)
+        ids, offsets = _from_list_array("column", column)
         flat = None
         if weights is not None:
-            flat, weight_offsets = _from_list_array(weights)
+            flat, weight_offsets = _from_list_array("weights", weights)
             if not torch.equal(weight_offsets, offsets):
                 raise ValueError("`weights` must have lists of the lengths of `column`")
         return cls(ids, offsets, flat)
@@ -206,9 +216,19 @@ class SparseIds:
     def __init__(self, indices: Tensor, values: Tensor, dense_shape: Sequence[int] | Tensor) -> None:
         check_ids("indices", indices)
         check_ids("values", values)
-        shape = tuple(int(size) for size in (dense_shape.tolist() if isinstance(dense_shape, Tensor) else dense_shape))
+        if values.dim() != 1:
+            raise ValueError(f"`values` must have one dimension, [nnz], got shape {tuple(values.shape)}")
+        try:
+            sizes = dense_shape.tolist() if isinstance(dense_shape, Tensor) else dense_shape
+            shape = tuple(int(size) for size in sizes)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"`dense_shape` must be a sequence of sizes, got {dense_shape!r}") from error
         if len(shape) < 2:
             raise ValueError(f"`dense_shape` must have at least 2 sizes, got {shape}: a bag is its last dimension")
+        if min(shape) < 0:
+            raise ValueError(f"`dense_shape` must hold sizes of at least 0, got {shape}")
+        if indices.device != values.device:
+            raise ValueError(f"`indices` must be on the device of `values`, {values.device}, got {indices.device}")
         if indices.dim() != 2 or indices.shape != (values.shape[0], len(shape)):
             raise ValueError(
                 f"`indices` must be [nnz, rank] = [{values.shape[0]}, {len(shape)}], got {tuple(indices.shape)}"
@@ -224,10 +244,8 @@ class SparseIds:
 
     def to_bags(self, weights: Tensor | None = None) -> Bags:
         """The bags of all leading dimensions, in row-major order."""
-        if weights is not None and weights.shape != self.values.shape:
-            raise ValueError(
-                f"`weights` must have the shape of `values`, {tuple(self.values.shape)}, got {tuple(weights.shape)}"
-            )
+        if weights is not None:
+            check_weights(weights, self.values)
         bag = torch.zeros_like(self.indices[:, 0])
         count = 1
         for axis, size in enumerate(self.dense_shape[:-1]):
@@ -258,36 +276,14 @@ def _mark_dynamic(bags: Bags) -> None:
         mark_dynamic(bags.ids, bags.offsets, bags.weights)
 
 
-def _check_weights(weights: Tensor, ids: Tensor) -> None:
-    if not isinstance(weights, Tensor) or not weights.dtype.is_floating_point:
-        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
-        raise TypeError(f"`weights` must be a floating-point tensor, got {kind}")
-    if weights.shape != ids.shape:
-        raise ValueError(f"`weights` must have one entry an id, {ids.shape[0]}, got shape {tuple(weights.shape)}")
-    if weights.device != ids.device:
-        raise ValueError(f"`weights` must be on the device of `ids`, {ids.device}, got {weights.device}")
-
-
-def _check_offsets(offsets: Tensor, count: int) -> None:
-    values = offsets.numpy()
-    if values[0] != 0 or values[-1] != count:
-        raise ValueError(
-            f"`offsets` must start at 0 and end at len(ids)={count}, got first value {values[0]} and last value "
-            f"{values[-1]}"
-        )
-    fall = values[1:] < values[:-1]
-    if fall.any():
-        at = int(fall.argmax())
-        raise ValueError(f"`offsets` must not decrease, got {values[at]} before {values[at + 1]} at position {at + 1}")
-
-
-def _from_list_array(column: Any) -> tuple[Tensor, Tensor]:
+def _from_list_array(name: str, column: Any) -> tuple[Tensor, Tensor]:
     if hasattr(column, "combine_chunks"):
         column = column.combine_chunks()
         if hasattr(column, "chunks"):
             column = column.chunk(0)
     if not hasattr(column, "offsets") or not hasattr(column, "values"):
-        raise TypeError(f"`column` must be a pyarrow list array, got {type(column).__name__}")
+        kind = getattr(column, "type", type(column).__name__)
+        raise TypeError(f"`{name}` must be a pyarrow list array, got {kind}: cast it to pa.list_(pa.int64())")
     if column.null_count:
         lengths = [0 if n is None else n for n in column.value_lengths().to_pylist()]
         values = column.flatten()
@@ -297,8 +293,11 @@ def _from_list_array(column: Any) -> tuple[Tensor, Tensor]:
         values = column.values.slice(int(raw[0]), int(raw[-1] - raw[0]))
         offsets = raw.to(torch.int64) - int(raw[0])
     if values.null_count:
-        raise ValueError(f"`column` must hold no null ids, got {values.null_count}: fill or drop them")
-    return torch.utils.dlpack.from_dlpack(values), offsets
+        raise ValueError(f"`{name}` must hold no nulls in its lists, got {values.null_count}: fill or drop them")
+    try:
+        return torch.utils.dlpack.from_dlpack(values), offsets
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise TypeError(f"`{name}` must hold lists of numbers, got {column.type}: hash or look up strings") from error
 
 
 # lets torch.export, vmap and DataLoader workers see the tensors inside

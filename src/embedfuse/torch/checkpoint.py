@@ -7,15 +7,19 @@ while saving leaves the checkpoint before it whole.
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .optimizer import FusedOptimizer
+
 INDEX = "checkpoint.json"
 FORMAT = 1
+MARKS = frozenset({"__tensor__", "__items__", "__tuple__"})
+"""Keys that say what JSON has no word for."""
 
 
 def save(
@@ -35,11 +39,17 @@ def save(
 
     Raises:
         TypeError: something in `state` or in an optimizer that is none of these.
+        NotADirectoryError: `path` is a file.
     """
     from safetensors.torch import save_file
 
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"`path` must be a folder, or be made as one, got {str(folder)!r}, where a file is: choose another"
+        ) from error
     tensors: dict[str, Tensor] = {}
     index = {
         "format": FORMAT,
@@ -48,6 +58,7 @@ def save(
             name: _packed(optimizer.state_dict(), f"optimizers/{name}", tensors)
             for name, optimizer in (optimizers or {}).items()
         },
+        "shapes": {name: _shapes(optimizer) for name, optimizer in (optimizers or {}).items()},
         "state": _packed(state, "state", tensors),
         "tensors": f"tensors-{uuid.uuid4().hex}.safetensors",
     }
@@ -74,7 +85,7 @@ def load(
 ) -> Any:
     """Loads the modules and optimizers given, which must have the saved ones' shapes; returns the further state.
 
-    All shapes are compared before anything is written.
+    All shapes, and the kinds of fused optimizers, are compared before anything is written.
 
     Raises:
         FileNotFoundError: no checkpoint in `path`.
@@ -88,15 +99,26 @@ def load(
         raise FileNotFoundError(f"`path` must hold a checkpoint ({INDEX}), got {str(folder)!r}")
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        tensors = load_file(folder / index["tensors"])
-    except (json.JSONDecodeError, KeyError, SafetensorError) as error:
+        if not isinstance(index, dict):
+            raise KeyError(f"{INDEX} holds no object")
+        if index.get("format", FORMAT) != FORMAT:
+            raise ValueError(f"the checkpoint must have format {FORMAT}, got {index['format']!r}: update embedfuse")
+        tensors = load_file(folder / str(index["tensors"]))
+        absent = {"format", "modules", "optimizers", "state"} - index.keys()
+        if absent:
+            raise KeyError(f"{INDEX} lacks {sorted(absent)}")
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, FileNotFoundError, SafetensorError) as error:
         raise ValueError(f"the checkpoint in {str(folder)!r} is damaged: {error}") from error
-    if index.get("format") != FORMAT:
-        raise ValueError(f"the checkpoint must have format {FORMAT}, got {index.get('format')!r}: update embedfuse")
     found_modules = {name: _unpacked(_part(index, "modules", name), tensors) for name in modules or {}}
     found_optimizers = {name: _unpacked(_part(index, "optimizers", name), tensors) for name in optimizers or {}}
     for name, module in (modules or {}).items():
         _check_module(name, module, found_modules[name])
+    for name, optimizer in (optimizers or {}).items():
+        if isinstance(optimizer, FusedOptimizer):
+            _check_fused(name, optimizer, found_optimizers[name])
+        # checkpoints of earlier versions have no shapes
+        elif name in index.get("shapes", {}):
+            _check_optimizer(name, optimizer, index["shapes"][name])
     for name, optimizer in (optimizers or {}).items():
         optimizer.load_state_dict(found_optimizers[name])
     for name, module in (modules or {}).items():
@@ -110,29 +132,68 @@ def _part(index: dict[str, Any], kind: str, name: str) -> Any:
     return index[kind][name]
 
 
-def _check_module(name: str, module: nn.Module, found: Mapping[str, Tensor]) -> None:
+def _check_module(name: str, module: nn.Module, found: Mapping[str, Any]) -> None:
     wanted = module.state_dict()
-    if wanted.keys() != found.keys():
-        missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    _check_keys(f"module {name!r}", wanted.keys(), found.keys())
+    for key, value in wanted.items():
+        # what a `get_extra_state` gives may be anything
+        if isinstance(value, Tensor) or isinstance(found[key], Tensor):
+            _check_shape(f"{key!r} of module {name!r}", value, found[key])
+
+
+def _check_fused(name: str, optimizer: FusedOptimizer, found: Mapping[str, Any]) -> None:
+    wanted = optimizer.state_dict()
+    _check_keys(f"optimizer {name!r}", wanted["state"].keys(), found["state"].keys())
+    for table, slots in wanted["state"].items():
+        _check_keys(f"table {table!r} of optimizer {name!r}", slots.keys(), found["state"][table].keys())
+        for slot, value in slots.items():
+            _check_shape(f"{slot!r} of table {table!r} of optimizer {name!r}", value, found["state"][table][slot])
+    kinds, saved = ([group["description"]["name"] for group in state["param_groups"]] for state in (wanted, found))
+    if kinds != saved:
+        raise ValueError(f"optimizer {name!r} must have the saved rules, {saved}, got {kinds}")
+
+
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: list[list[list[int]]]) -> None:
+    wanted = _shapes(optimizer)
+    if wanted != saved:
         raise ValueError(
-            f"module {name!r} must have the saved entries; not in the checkpoint: {missing}, only there: {unknown}"
+            f"the parameters of optimizer {name!r} must have the saved shapes, {saved}, got {wanted}: build the model "
+            "with the sizes it was trained with"
         )
-    for key, tensor in wanted.items():
-        if tuple(tensor.shape) != tuple(found[key].shape):
-            raise ValueError(
-                f"{key!r} of module {name!r} must have the saved shape {list(found[key].shape)}, got "
-                f"{list(tensor.shape)}: build the model with the sizes it was trained with"
-            )
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
+    """Of the parameters, group by group."""
+    return [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_keys(what: str, wanted: KeysView[Any], found: KeysView[Any]) -> None:
+    if wanted != found:
+        missing, unknown = sorted(wanted - found, key=str), sorted(found - wanted, key=str)
+        raise ValueError(f"{what} must have the saved entries; not in the checkpoint: {missing}, only there: {unknown}")
+
+
+def _check_shape(what: str, wanted: Any, found: Any) -> None:
+    shapes = [list(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in (found, wanted)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{what} must have the saved shape {shapes[0]}, got {shapes[1]}: build the model with the sizes it was "
+            "trained with"
+        )
 
 
 def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """JSON for `value`, its tensors moved to `tensors`."""
     if isinstance(value, Tensor):
-        tensors[place] = value.detach()
-        return {"__tensor__": place}
+        name = place
+        while name in tensors:
+            # other keys may be written alike
+            name += "'"
+        tensors[name] = value.detach()
+        return {"__tensor__": name}
     if isinstance(value, Mapping):
         items = [(key, _packed(item, f"{place}/{key}", tensors)) for key, item in value.items()]
-        if all(isinstance(key, str) for key, _ in items) and "__tensor__" not in value:
+        if all(isinstance(key, str) for key, _ in items) and not MARKS & value.keys():
             return dict(items)
         for key, _ in items:
             if not isinstance(key, (str, int)):

@@ -104,10 +104,11 @@ class Settings:
                 raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"`dropout` must be in [0, 1), got {self.dropout}")
-        if (self.data == "criteo") != (self.path is not None):
-            raise ValueError(
-                f"`path` must name the file of data 'criteo', and only of it, got {self.path} for {self.data!r}"
-            )
+        if self.data == "criteo" and self.path is None:
+            raise ValueError("`path` must name the file of data 'criteo', got none: give --path")
+        for name in ("path", "test_path"):
+            if getattr(self, name) is not None:
+                check_is_of_data(name, self.data)
         for name in ("interaction", "bottom"):
             if getattr(self, name) is not None and self.model != "dlrm":
                 raise ValueError(f"`{name}` is DLRM's, got it for {self.model!r}: leave it out")
@@ -133,6 +134,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+OF_DATA = {"path": "criteo", "test_path": "criteo", "buckets": "criteo", "rows": "synthetic"}
+"""Settings that mean something for one kind of data alone."""
+
+
+def check_is_of_data(name: str, data: str) -> None:
+    """Raises ValueError if the setting `name` says nothing of that data."""
+    wanted = OF_DATA.get(name, data)
+    if wanted != data:
+        raise ValueError(f"`{name}` is of data {wanted!r}, got it for {data!r}: leave it out, or give --data {wanted}")
 
 
 CHANGEABLE = frozenset({"compare", "checkpoint_every"})

@@ -96,8 +96,9 @@ class Backend(Protocol):
     """The ops a backend implements. `features` and all tensors are on one device; `grad` may have any strides.
 
     Validity of an id, the same in every op (flags are per feature): a negative id or one ≥ ROWS is absent (it is out of
-    range unless it is negative and DROP_NEGATIVE_IDS is set); with DROP_NONPOSITIVE_WEIGHTS an id whose weight is ≤ 0
-    is absent. An absent id adds nothing, counts in no moment, trains no row, and has gradient 0 for its weight.
+    range unless it is negative and DROP_NEGATIVE_IDS is set); with DROP_NONPOSITIVE_WEIGHTS an id whose weight is not
+    > 0 (a NaN is not) is absent. An absent id adds nothing, counts in no moment, trains no row, and has gradient 0 for
+    its weight.
     """
 
     name: str
@@ -251,6 +252,11 @@ def use_backend(name: Name) -> contextlib.AbstractContextManager[None]:
 def select(device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend for tables of `dtype` on `device`; raises NotImplementedError if the chosen one cannot serve."""
     if _chosen != "auto":
+        if _chosen not in NAMES:
+            # `use_backend` lets no such name pass
+            raise ValueError(
+                f"the environment variable EMBEDFUSE_BACKEND must be one of auto, {', '.join(NAMES)}, got {_chosen!r}"
+            )
         reason = why_not(_chosen, device, dtype)
         if reason:
             raise NotImplementedError(f"backend {_chosen!r} cannot serve {dtype} tables on {device}: {reason}")

@@ -72,7 +72,7 @@ def read(features: Tensor, csr: Csr, dtype: torch.dtype, policy: Policy = "drop"
             raise BadId(int(bad.nonzero()[0]))
     weight = None if csr.weights is None else csr.weights.to(accumulation_dtype(dtype))
     if weight is not None:
-        inside &= ~((flags & DROP_NONPOSITIVE_WEIGHTS != 0) & (weight <= 0))
+        inside &= (flags & DROP_NONPOSITIVE_WEIGHTS == 0) | (weight > 0)
     position = inside.nonzero().squeeze(1)
     return Ids(torch.arange(ids.shape[0], device=ids.device), ids, feature, bag, row, weight).take(position)
 

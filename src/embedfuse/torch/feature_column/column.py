@@ -19,7 +19,9 @@ class Features:
 
     def __init__(self, given: Mapping[str, Any], exact: bool = False) -> None:
         if not isinstance(given, Mapping):
-            raise TypeError(f"`features` must be a dict of features by key, got {type(given).__name__}")
+            raise TypeError(
+                f"`features` must be a dict of features by key, got {type(given).__name__}: a data frame is dict(frame)"
+            )
         self._given = given
         self._read: dict[str, Values] = {}
         self._host: Features | None = None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def numeric_column(
         shape: of one example.
         default_value: fills what is missing: None in lists, nulls in pyarrow arrays. A number, or one for each place
             of `shape`. If None, missing numbers are an error.
-        dtype: a number type; what comes is converted.
+        dtype: a number type; what comes is converted to it, before `normalizer_fn`.
         normalizer_fn: applied to the tensor `[B, *shape]`.
     """
     return NumericColumn(key, (shape,) if isinstance(shape, int) else tuple(shape), default_value, dtype, normalizer_fn)
@@ -65,9 +66,7 @@ class NumericColumn(DenseColumn):
         check_key(self.key)
         for size in self.shape:
             check_size("shape", size)
-        kind = getattr(self.dtype, "name", None) or str(self.dtype)
-        if "float" not in kind and "int" not in kind:
-            raise ValueError(f'`dtype` must be a number type such as "float32", got {self.dtype!r}')
+        _number_type(self.dtype)
         if self.default_value is not None:
             try:
                 count = torch.as_tensor(self.default_value, dtype=torch.float32).numel()
@@ -96,7 +95,8 @@ class NumericColumn(DenseColumn):
                 f"feature {self.key!r} must hold {self.width} numbers for each example, as `shape={self.shape}` says, "
                 f"got {_example(values.shape, values.items.shape[0], count)}: give a dense tensor [B, {self.width}]"
             )
-        numbers = self._filled(values.items.reshape(count, self.width), values.shape is None)
+        numbers = self._filled(values.items.reshape(count, self.width), values.missing)
+        numbers = numbers.to(_number_type(self.dtype))
         if self.normalizer_fn is not None:
             made = self.normalizer_fn(numbers.reshape(count, *self.shape))
             if not isinstance(made, Tensor) or made.numel() != numbers.numel():
@@ -113,20 +113,17 @@ class NumericColumn(DenseColumn):
             return True
         return bool((offsets.diff() == self.width).all())
 
-    def _filled(self, numbers: Tensor, may_miss: bool) -> Tensor:
+    def _filled(self, numbers: Tensor, missing: Tensor | None) -> Tensor:
         """Missing numbers, which lists and arrow arrays may have, replaced by the default."""
-        if not may_miss or not numbers.is_floating_point():
-            return numbers
-        missing = numbers.isnan()
-        if not bool(missing.any()):
+        if missing is None:
             return numbers
         if self.default_value is None:
             raise ValueError(
                 f"feature {self.key!r} must have a number for every example, got {int(missing.sum())} missing: give "
                 "numeric_column a `default_value`"
             )
-        default = torch.as_tensor(self.default_value, dtype=numbers.dtype).reshape(-1)
-        return torch.where(missing, default, numbers)
+        default = torch.as_tensor(self.default_value).reshape(-1)
+        return torch.where(missing.reshape(numbers.shape), default, numbers)
 
 
 @dataclass(frozen=True)
@@ -140,6 +137,8 @@ class BucketizedColumn(CategoricalColumn, DenseColumn):
         if not isinstance(self.source_column, NumericColumn):
             kind = type(self.source_column).__name__
             raise TypeError(f"`source_column` must be a numeric_column, got {kind}")
+        if not all(isinstance(edge, Real) and edge == edge for edge in self.boundaries):
+            raise ValueError(f"`boundaries` must be numbers, got {list(self.boundaries)}: convert them with float()")
         if not self.boundaries or not all(a < b for a, b in pairwise(self.boundaries)):
             raise ValueError(f"`boundaries` must be numbers that increase, got {list(self.boundaries)}: sort them")
 
@@ -200,6 +199,16 @@ class IndicatorColumn(DenseColumn):
         place = row * self.width + bags.ids.masked_fill(~here, 0)
         counts = weights.new_zeros(count * self.width)
         return counts.index_add(0, place, weights.masked_fill(~here, 0.0)).reshape(count, self.width)
+
+
+def _number_type(given: Any) -> torch.dtype:
+    """PyTorch's type for a number type of TensorFlow, PyTorch, NumPy, or its name."""
+    # Python's integers have no end
+    name = "int64" if given is int else getattr(given, "__name__", None) or getattr(given, "name", None) or str(given)
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or found.is_complex or found is torch.bool:
+        raise ValueError(f'`dtype` must be a number type such as "float32", got {given!r}')
+    return found
 
 
 def _edges(boundaries: tuple[float, ...], device: torch.device) -> Tensor:

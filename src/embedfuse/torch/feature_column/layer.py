@@ -28,6 +28,8 @@ class InputLayer(nn.Module):
         device: where the tables live. Features may come from the CPU: they are brought there.
         grad: in "autograd" mode, and for columns without fusion, "dense" or "sparse" gradients.
 
+    `layer.half()` and the like change tables and numbers.
+
     Attributes:
         columns: in the order of the output.
         slices: for each column's name, its place in the second dimension of the output.
@@ -60,13 +62,16 @@ class InputLayer(nn.Module):
         ]
         self.tables = ColumnTables(lookups, Options(optimizer, update, device, grad)) if lookups else None
         self._device = None if device is None else torch.device(device)
+        # follows `.half()` and the like, which numbers do, too; columns make them in float32
+        self._numbers: Tensor
+        self.register_buffer("_numbers", torch.empty(0), persistent=False)
 
     def forward(self, features: Mapping[str, Any]) -> Tensor:
         """The columns of a batch.
 
         Args:
-            features: by key; each a tensor, `Bags`, `SparseIds`, jagged nested tensor, list, NumPy array or pyarrow
-                array. Those that are not columns' are ignored.
+            features: by key; each a tensor, `Bags`, `SparseIds`, jagged nested tensor, list, NumPy array, pyarrow
+                array, or column of a data frame. Those that are not columns' are ignored.
 
         Raises:
             ValueError: a feature is missing, or has another batch size or shape.
@@ -85,7 +90,8 @@ class InputLayer(nn.Module):
             [*(one.offsets.shape[0] - 1 for one in bags.values()), *(one.shape[0] for one in dense.values())],
         )
         device = self._place(dense)
-        dense = {name: numbers.to(device, non_blocking=True) for name, numbers in dense.items()}
+        dtype = self._numbers.dtype
+        dense = {name: numbers.to(device, dtype, non_blocking=True) for name, numbers in dense.items()}
         fused = None
         if self.tables is not None:
             fused, plain = self.tables(moved(bags, device))

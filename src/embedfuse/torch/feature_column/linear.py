@@ -92,9 +92,8 @@ class LinearModel(nn.Module):
             first = next(iter(sizes), None)
             if first is not None:
                 check_batch([first, self.dense.columns[0].name], [sizes[first], numbers.shape[0]])
-            out = out + numbers.to(device) @ torch.cat(
-                [self.dense_weights[column.name] for column in self.dense.columns]
-            )
+            weights = torch.cat([self.dense_weights[column.name] for column in self.dense.columns])
+            out = out + numbers.to(device, weights.dtype) @ weights
         return out
 
     def extra_repr(self) -> str:

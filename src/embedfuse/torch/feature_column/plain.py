@@ -14,7 +14,8 @@ def plain_lookup(table: Tensor, bags: Bags, combiner: str, max_norm: float | Non
 
     Args:
         table: `[V, D]`.
-        bags: the ids; a negative one counts as absent, and so does, unless they are summed, one of weight ≤ 0.
+        bags: the ids; a negative one counts as absent, and so does, unless they are summed, one of a weight
+            that is not above 0.
         combiner: "mean", "sum" or "sqrtn".
         max_norm: rows longer than this are cut to it.
         sparse: give the table a sparse gradient.

@@ -1,7 +1,7 @@
 """One feature of a batch as columns see it, read from whatever the user has it in."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..bag_checks import check_jagged
 from ..bags import Bags, SparseIds
 from . import strings
 from .strings import Strings
 
 MISSING_ID = -1
-_WAYS = "give a tensor, Bags, SparseIds, a list, a NumPy array or a pyarrow array"
+_WAYS = "give a tensor, Bags, SparseIds, a list, a NumPy or pyarrow array, or a pandas Series"
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Values:
     Attributes:
         padded: whether it came dense, as a tensor, array or list. Of dense categories, "" and -1 stand for none.
         shape: of one example, if it came as a tensor or NumPy array.
+        missing: bool, which numbers were missing: None, null, or NaN where that says it. None if none are. Of integers
+            there is `MISSING_ID`, of floats NaN, in their places.
     """
 
     items: Tensor | Strings
@@ -32,6 +35,7 @@ class Values:
     padded: bool = False
     shape: tuple[int, ...] | None = None
     bags: Bags | None = None  # the same, if it came as these
+    missing: Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -71,6 +75,7 @@ class Values:
             return self
         items = self.items if isinstance(self.items, Strings) else self.items.cpu()
         weights = None if self.weights is None else self.weights.cpu()
+        # what came from lists and arrays is here already, and with it what is missing
         return Values(items, self.offsets.cpu(), weights, self.padded, self.shape)
 
 
@@ -93,6 +98,8 @@ def read(key: str, value: Any) -> Values:
         return _of_arrow(key, value)
     if isinstance(value, (list, tuple)):
         return _of_list(key, value)
+    if hasattr(value, "to_numpy"):
+        return _of_series(key, value)
     raise TypeError(f"feature {key!r} must be a batch of values, got {type(value).__name__}: {_WAYS}")
 
 
@@ -114,6 +121,7 @@ def _of_tensor(key: str, tensor: Tensor) -> Values:
     if tensor.is_nested:
         if tensor.layout is not torch.jagged:
             raise TypeError(f"feature {key!r} must have the layout torch.jagged, got {tensor.layout}: make it jagged")
+        check_jagged(f"feature {key}", tensor)
         # offsets() is a method of nested tensors alone
         return Values(tensor.values(), tensor.offsets().long())  # type: ignore[attr-defined]
     if tensor.is_sparse:
@@ -132,14 +140,32 @@ def _of_numpy(key: str, array: np.ndarray[Any, Any]) -> Values:
         kind = np.int64 if array.dtype.kind != "f" and array.dtype.name not in ("int32", "int64") else None
         # a copy: arrays of other libraries may be read-only
         return _of_tensor(key, torch.from_numpy(np.array(array, kind)))
+    if array.dtype.kind == "O" and array.ndim == 1:
+        return _of_list(key, array.tolist())
     if array.dtype.kind in "USO" and array.ndim:
         shape = array.shape[1:]
         offsets = torch.arange(array.shape[0] + 1) * _product(shape)
+        if array.dtype.kind == "O":
+            items, missing = _items_of_list(key, array.reshape(-1).tolist())
+            return Values(items, offsets, padded=True, shape=shape, missing=missing)
         return Values(strings.of_array(array.reshape(-1)), offsets, padded=True, shape=shape)
     raise TypeError(
         f"feature {key!r} must be an array of numbers or strings with a batch dimension, got {array.dtype} of shape "
         f"{array.shape}"
     )
+
+
+def _of_series(key: str, series: Any) -> Values:
+    """Of a data frame's column, or of its columns side by side."""
+    array = np.asarray(series.to_numpy())
+    if array.dtype.kind == "O" and hasattr(series, "isna"):
+        array = array.copy()
+        array[series.isna().to_numpy()] = None
+    values = _of_numpy(key, array)
+    if isinstance(values.items, Tensor) and values.kind == "float":
+        # data frames have no other word for it
+        return replace(values, missing=_if_any(values.items.isnan()))
+    return values
 
 
 def _of_list(key: str, rows: Sequence[Any]) -> Values:
@@ -156,32 +182,36 @@ def _of_list(key: str, rows: Sequence[Any]) -> Values:
         flat = list(chain.from_iterable(rows))
     else:
         flat, offsets = list(rows), torch.arange(len(rows) + 1)
-    return Values(_items_of_list(key, flat), offsets, padded=True)
+    items, missing = _items_of_list(key, flat)
+    return Values(items, offsets, padded=True, missing=missing)
 
 
-def _items_of_list(key: str, flat: list[Any]) -> Tensor | Strings:
+def _items_of_list(key: str, flat: list[Any]) -> tuple[Tensor | Strings, Tensor | None]:
     first = next((item for item in flat if item is not None), None)
     if isinstance(first, (str, bytes)):
         try:
-            return strings.of_sequence(flat)
+            return strings.of_sequence(flat), None
         except TypeError:
             empty = "" if isinstance(first, str) else b""
             flat = [empty if item is None else item for item in flat]
         try:
-            return strings.of_sequence(flat)
+            return strings.of_sequence(flat), None
         except TypeError as error:
             raise TypeError(f"feature {key!r} must hold strings alone, got a mixture: convert it with str()") from error
     if isinstance(first, (list, tuple, np.ndarray)):
         raise ValueError(f"feature {key!r} must be a list of values or of lists, got a deeper one: flatten it")
-    if None in flat:
-        whole = all(isinstance(item, int) for item in flat if item is not None)
+    missing = torch.tensor([item is None for item in flat])
+    if bool(missing.any()):
+        whole = all(isinstance(item, (int, np.integer)) for item in flat if item is not None)
         flat = [(MISSING_ID if whole else np.nan) if item is None else item for item in flat]
     array = np.asarray(flat) if flat else np.empty(0, np.int64)
     if array.dtype.kind not in "iuf":
         raise TypeError(
             f"feature {key!r} must hold integers, floats or strings, got {type(first).__name__}: convert it"
         )
-    return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
+    if array.dtype.kind == "f":
+        missing = torch.from_numpy(np.isnan(array))
+    return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64)), _if_any(missing)
 
 
 def _of_arrow(key: str, column: Any) -> Values:
@@ -198,25 +228,33 @@ def _of_arrow(key: str, column: Any) -> Values:
         flat = column.flatten()
         if flat.null_count:
             raise ValueError(f"feature {key!r} must hold no nulls inside of lists, got {flat.null_count}: drop them")
-        return Values(_items_of_arrow(key, flat), torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])))
-    return Values(_items_of_arrow(key, column), torch.arange(len(column) + 1), padded=True)
+        items, _ = _items_of_arrow(key, flat)
+        return Values(items, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])))
+    items, missing = _items_of_arrow(key, column)
+    return Values(items, torch.arange(len(column) + 1), padded=True, missing=missing)
 
 
-def _items_of_arrow(key: str, column: Any) -> Tensor | Strings:
+def _items_of_arrow(key: str, column: Any) -> tuple[Tensor | Strings, Tensor | None]:
     import pyarrow as pa
 
     if pa.types.is_null(column.type) and len(column) == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64), None
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if pa.types.is_integer(kind):
         numbers = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-        return torch.from_numpy(np.array(numbers.cast(pa.int64()).fill_null(MISSING_ID), np.int64))
+        missing = _if_any(torch.from_numpy(np.array(numbers.is_null(), bool)))
+        return torch.from_numpy(np.array(numbers.cast(pa.int64()).fill_null(MISSING_ID), np.int64)), missing
     if pa.types.is_floating(kind):
-        return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False), np.float32))
+        floats = torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False), np.float32))
+        return floats, _if_any(floats.isnan())
     if any(check(kind) for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary,
                                      pa.types.is_large_binary, pa.types.is_string_view)):  # fmt: skip
-        return strings.of_arrow(column)
+        return strings.of_arrow(column), None
     raise TypeError(f"feature {key!r} must be integers, floats, strings or lists of them, got {column.type}: cast it")
+
+
+def _if_any(mask: Tensor) -> Tensor | None:
+    return mask if bool(mask.any()) else None
 
 
 def _product(shape: Sequence[int]) -> int:

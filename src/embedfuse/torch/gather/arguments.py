@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..backends import BadId, accumulation_dtype
 from ..bag_arguments import FLOAT_TYPES
-from ..bags import ID_TYPES
+from ..bag_checks import ID_TYPES
 from ..collection import POLICIES
 from ..functions import is_transformed
 

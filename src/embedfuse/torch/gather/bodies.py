@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import one_table
 from ..backends import BadId, Csr, Policy, accumulation_dtype, device_errors, select
+from ..zero_pages import zero_pages
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _IDS = "Tensor ids, Tensor offsets"
@@ -54,7 +55,7 @@ def scatter_sum(
     """`[rows, D]` of `dtype`; `grad` `[B, D]` of any float dtype and any strides."""
     bags, dim = grad.shape
     refuse_bad_ids(ids, rows, policy)
-    out = grad.new_zeros((rows, dim), dtype=dtype)
+    out = zero_pages((rows, dim), grad, dtype)
     if bags and dim and rows and ids.shape[0]:
         features = one_table.descriptor(out, "sum", 0, False)
         unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))

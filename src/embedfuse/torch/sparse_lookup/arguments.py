@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...combiners import COMBINERS
 from ..bag_arguments import FLOAT_TYPES
+from ..bag_checks import check_jagged, check_same_lengths
 from ..bags import Bags, SparseIds
 
 STRATEGIES = ("div", "mod")
@@ -66,7 +67,12 @@ def read_ids(name: str, ids: Any, weights: Any, most: int | None = None) -> Ids:
     if isinstance(ids, Bags):
         return Ids(_bags_with(name, ids, weights), (ids.offsets.shape[0] - 1,))
     if isinstance(ids, Tensor) and ids.is_nested:
-        given = weights.values() if isinstance(weights, Tensor) and weights.is_nested else weights
+        check_jagged(name, ids)
+        given = weights
+        if isinstance(weights, Tensor) and weights.is_nested:
+            check_jagged("sparse_weights", weights)
+            check_same_lengths("sparse_weights", weights, ids)
+            given = weights.values()
         bags = Bags.from_nested(ids)
         return Ids(_bags_with(name, bags, given), (bags.offsets.shape[0] - 1,))
     if isinstance(ids, Tensor) and ids.layout == torch.sparse_coo:

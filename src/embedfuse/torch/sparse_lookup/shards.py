@@ -25,6 +25,7 @@ from ...plan import (
 )
 from ..backends import Csr, Rows, Shards, select
 from ..functions import call
+from ..once import differentiable_once
 from ..prepare import PrepareIds
 
 ANYWHERE = 1 << 62
@@ -131,7 +132,10 @@ class ShardedLookup(torch.autograd.Function):
         ctx.save_for_backward(weights, rows, places, offsets, output[1], *(tables if needed else ()))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once(
+        "the gradient of a lookup in shards cannot be differentiated again: join them, with torch.cat(shards) where "
+        'they are of "div", and give the one table'
+    )
     def backward(ctx: Any, grad: Tensor | None, _scale_grad: Any) -> Any:
         weights, rows, places, offsets, scale, *tables = ctx.saved_tensors
         known, question = ctx.known, ctx.question

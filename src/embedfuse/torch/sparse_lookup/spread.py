@@ -67,8 +67,10 @@ def _scale(question: Question, rows: Tensor, offsets: Tensor, weights: Tensor | 
     """`1 / (Σ w**p) ** (q / 2)` of each bag, `[B, 1]`, 0 where that divides by 0; differentiable."""
     combiner, bags = COMBINERS[question.combiner], offsets.shape[0] - 1
     bag = torch.repeat_interleave(torch.arange(bags, device=rows.device), offsets.diff(), output_size=rows.shape[0])
-    powers = torch.ones_like(rows, dtype=torch.float32) if weights is None else weights.pow(combiner.moment)
-    moment = powers.new_zeros(bags).index_add(0, bag, torch.where(rows >= 0, powers, 0))
+    here = rows >= 0
+    # weights that do not count may be NaN, whose powers' gradients are too
+    powers = here.float() if weights is None else torch.where(here, weights, 0).pow(combiner.moment) * here
+    moment = powers.new_zeros(bags).index_add(0, bag, powers)
     safe = torch.where(moment == 0, 1, moment)
     root = safe if combiner.power == 2 else safe.sqrt()
     return torch.where(moment == 0, 0, 1 / root).to(like.dtype)[:, None]
