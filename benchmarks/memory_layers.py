@@ -270,9 +270,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write JSON")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--cases", default="", help="names with commas between; pkm_2048,tiny on a CPU"
-    )
+    parser.add_argument("--cases", default="", help="names with commas between; pkm_2048,tiny on a CPU")
     options = parser.parse_args()
     device = torch.device(options.device)
     gpu = device.type == "cuda"

@@ -75,6 +75,7 @@ def test_autograd_mode_differentiates_twice():
 
 def test_weights_get_gradients_in_step_mode():
     collection = three_features()
+    _optimizer = FusedOptimizer(collection)
     plain = Plain(collection)
     inputs = batch_for(collection, 6, seed=4, weighted=True)
     theirs = {k: Bags(v.ids, v.offsets, v.weights.bfloat16().requires_grad_()) for k, v in inputs.items()}

@@ -9,6 +9,14 @@ import embedfuse
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """A compiler without the graphs of other tests, of which it keeps a few for each function only."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 class Model(torch.nn.Module):
     """Looks the same batch up twice, which a compiler must not merge."""
 
@@ -143,7 +151,7 @@ def test_autocast_leaves_tables_in_their_type():
 
 def test_weights_train_through_a_compiled_lookup():
     collection = three_features()
-    FusedOptimizer(collection)
+    optimizer = FusedOptimizer(collection)
     compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
     generator = torch.Generator().manual_seed(3)
     grads = []
@@ -157,6 +165,35 @@ def test_weights_train_through_a_compiled_lookup():
             bags.weights.requires_grad_()
         sum(out.square().sum() for out in run(inputs).values()).backward()
         grads.append([bags.weights.grad for bags in inputs.values()])
-        collection.discard()
+        optimizer.zero_grad()
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("update", ["step", "autograd"])
+def test_dense_ids_of_any_width_compile(update):
+    """Without an eager call before, which would have planned their launch."""
+    table = embedfuse.TableConfig(9, 4, combiner="sum", initializer=0.0)
+    collection = EmbeddingCollection(embedfuse.FeatureConfig(table), embedfuse.SGD(1.0), update=update)
+    if update == "step":
+        optimizer = FusedOptimizer(collection)
+    else:
+        optimizer = torch.optim.SGD(collection.parameters(), 1.0)
+    compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
+    for step, width in enumerate((2, 3, 2)):
+        out = compiled(torch.ones(5, width, dtype=torch.int64))
+        assert out.shape == (5, width, 4)
+        optimizer.zero_grad()
+        out.sum().backward()
+        optimizer.step()
+        assert collection.tables["table_0"][1, 0] == -5 * sum((2, 3, 2)[: step + 1])
+
+
+def test_a_second_lookup_is_refused_when_compiled_too():
+    collection = three_features(update="backward")
+    FusedOptimizer(collection)
+    compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
+    inputs = batch_for(collection, 3, 0)
+    compiled(inputs)
+    with pytest.raises(RuntimeError, match="looked up again"):
+        compiled(inputs)

@@ -391,13 +391,3 @@ def test_a_refused_lookup_leaves_nothing_open():
     with pytest.raises(IndexError):
         collection({**inputs, "city": Bags.from_lists([[7], [], []])})
     backward(collection, inputs, 1)
-
-
-def test_a_compiled_lookup_is_refused_too():
-    collection = three_features(update="backward")
-    FusedOptimizer(collection)
-    compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
-    inputs = batch_for(collection, 3, 0)
-    compiled(inputs)
-    with pytest.raises(RuntimeError, match="looked up again"):
-        compiled(inputs)

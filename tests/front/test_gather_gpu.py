@@ -4,8 +4,8 @@ import pytest
 import torch
 from gather_judge import random_problem
 
-from embedfuse.torch.gather.expert import expert_lookup
 from embedfuse.torch.gather import gather_dot, gather_reduce_sum, scatter_rows
+from embedfuse.torch.gather.expert import expert_lookup
 from embedfuse.torch.gather.product_topk import in_torch, product_topk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from embedfuse.torch import use_backend
 from embedfuse.torch.backends import eager
-from embedfuse.torch.gather.expert import expert_lookup
 from embedfuse.torch.gather import gather_dot, gather_reduce_sum
+from embedfuse.torch.gather.expert import expert_lookup
 from embedfuse.torch.gather.grouped import grouped_gather_sum
 
 BAGS, PLACES, ROWS, DIM = 512, 64, 2048, 256

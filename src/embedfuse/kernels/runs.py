@@ -168,9 +168,7 @@ def tables_of(p_owners, owners, key, first_key, last_key, BLOCK: tl.constexpr):
     return base, table
 
 
-@triton.jit(
-    do_not_specialize=["number", "absent", "owners"], do_not_specialize_on_alignment=SEGMENT_POINTERS
-)
+@triton.jit(do_not_specialize=["number", "absent", "owners"], do_not_specialize_on_alignment=SEGMENT_POINTERS)
 def segment_kernel(
     p_owners, p_keys, p_order, p_position_sources, p_coefficients, p_sources, p_sorted_coefficients,
     p_starts, p_tags, p_rows, p_first_sources, p_counts, p_list_counts, p_long, p_cuts, p_cut_tables,

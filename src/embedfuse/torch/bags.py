@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .bag_checks import (
     ID_TYPES,
-)
-from .bag_checks import (
     check_ids,
     check_jagged,
     check_offsets,

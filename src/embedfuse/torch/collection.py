@@ -1,6 +1,8 @@
 """`EmbeddingCollection`: all tables and features of a model, looked up in one launch per storage type."""
 
 import dataclasses
+import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from ..optim import Optimizer, resolve
 from ..plan import PlannedFeature
 from . import ledger as ledgers
 from .backends import Policy, accumulation_dtype
+from .compiling import constant_in_graphs
 from .functions import Layout, LookupForUpdate, PooledLookup, call, is_transformed, is_watched
 from .initializers import initialize
 from .layout import Launch, Part, assemble, part_of, plan_launch, planned_feature, planned_table, without_fillers
@@ -32,6 +35,23 @@ class _Group:
     arena: Arena
     members: list[int]
     planned: list[PlannedFeature]
+
+
+class _Shelf:
+    """Launches as attributes, where a compiler finds new ones; it does not in a dict, nor can it plan them itself."""
+
+
+_living: "weakref.WeakValueDictionary[int, EmbeddingCollection]" = weakref.WeakValueDictionary()
+
+
+@constant_in_graphs
+def _put_on_shelf(collection: int, group: int, copies: tuple[int, ...], sequences: tuple[bool, ...]) -> str:
+    owner = _living[collection]
+    owner._launch(group, copies, sequences)
+    key = group, copies, sequences
+    name = f"launch_{list(owner._launches).index(key)}"
+    setattr(owner._shelf, name, owner._launches[key])
+    return name
 
 
 class EmbeddingCollection(nn.Module):
@@ -62,10 +82,12 @@ class EmbeddingCollection(nn.Module):
         RuntimeError: a GPU was asked for on a machine without one.
     """
 
-    # derived from the tables, and made anew when they move or are copied
+    # follow the tables when they move; copies get their own
     _anchor: Tensor
-    _launches: dict[tuple[int, tuple[int, ...]], tuple[int, Launch, ledgers.Slot]]
+    _launches: dict[tuple[int, tuple[int, ...], tuple[bool, ...]], tuple[int, Launch, ledgers.Slot]]
     _ledger: ledgers.Ledger
+    _shelf: "_Shelf"
+    _number: int
 
     def __init__(
         self,
@@ -98,14 +120,15 @@ class EmbeddingCollection(nn.Module):
         self.optimizer = resolve(optimizer)
         self.table_configs: dict[str, TableConfig] = {config.name or "": config for config in own.values()}
         self.tables = Tables()
-        self._leaves = leaves(self.features)
-        self._groups = self._plan()
-        for group in self._groups:
-            kind = self.table_configs[group.arena.names[0]].dtype
-            group.arena.allocate(getattr(torch, kind), device)
-        self._link()
-        for config, name in zip(given, names, strict=True):
-            initialize(self.tables[name], dataclasses.replace(config, name=name))
+        # what is made in inference mode could never be trained
+        with torch.inference_mode(False):
+            self._start()
+            for group in self._groups:
+                kind = self.table_configs[group.arena.names[0]].dtype
+                group.arena.allocate(getattr(torch, kind), device)
+            self._link()
+            for config, name in zip(given, names, strict=True):
+                initialize(self.tables[name], dataclasses.replace(config, name=name))
 
     # --- lookups ---------------------------------------------------------------------------------------------------
 
@@ -170,7 +193,8 @@ class EmbeddingCollection(nn.Module):
         group = self._groups[number]
         arena = group.arena
         functional = self.update == "autograd" and (is_transformed() or not arena.is_own())
-        if not functional and not torch.compiler.is_compiling() and not arena.is_whole():
+        # while compiling the ops see to it, in each call
+        if not functional and not torch.compiler.is_compiling() and not (arena.is_own() and arena.is_whole()):
             self._link()
         buffer = arena.buffer
         ids, offsets, weights, bags = assemble(parts, accumulation_dtype(buffer.dtype))
@@ -178,13 +202,17 @@ class EmbeddingCollection(nn.Module):
             raise ValueError(
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
             )
-        slot_number, launch = self._launch(number, tuple(part.copies for part in parts))
+        slot_number, launch = self._launch(
+            number, tuple(part.copies for part in parts), tuple(part.is_sequence for part in parts)
+        )
+        if torch.compiler.is_exporting():
+            # an exported program outlives the collection
+            slot_number = 0
         policy: Policy = self.out_of_range
         if launch.has_defaults:
             ids, offsets, weights = prepared(launch.features, ids, offsets, weights, bags, policy, slot_number)
             policy = "drop"
-            if any(part.bags != bags for part in parts):
-                ids = without_fillers(ids, offsets, parts, bags)
+            ids = without_fillers(ids, offsets, parts, bags)
         watched = is_watched(ids, buffer)
         learns = torch.is_grad_enabled() and (watched or any(table.requires_grad for table in arena.parameters))
         if not learns and not functional:
@@ -221,7 +249,7 @@ class EmbeddingCollection(nn.Module):
         result: Tensor = out
         return result
 
-    def _check_training(self) -> None:
+    def _check_training(self, group: int = 0) -> None:
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise RuntimeError(
@@ -235,7 +263,7 @@ class EmbeddingCollection(nn.Module):
                     'update="backward" needs its optimizer before the first training lookup: create '
                     "FusedOptimizer(collection)"
                 )
-            if self._ledger.open >= len(self._groups):
+            if group in self._ledger.waiting:
                 raise RuntimeError(
                     'update="backward" cannot be right here: the tables were looked up again before backward of the '
                     'last lookup ran, so their rows would be updated twice. Use update="step"; evaluate under '
@@ -244,7 +272,7 @@ class EmbeddingCollection(nn.Module):
 
     def discard(self) -> None:
         """Forgets gradients that wait for the optimizer, and lookups whose backward will never run."""
-        self._ledger.clear()
+        self._ledger.discard()
 
     # --- plans and buffers -----------------------------------------------------------------------------------------
 
@@ -262,58 +290,93 @@ class EmbeddingCollection(nn.Module):
             groups.append(_Group(arena, members, planned))
         return groups
 
-    def _launch(self, number: int, copies: tuple[int, ...]) -> tuple[int, Launch]:
-        known = self._launches.get((number, copies))
+    def _launch(
+        self, number: int, copies: tuple[int, ...], sequences: tuple[bool, ...] | None = None
+    ) -> tuple[int, Launch]:
+        sequences = sequences or (False,) * len(copies)
+        if torch.compiler.is_dynamo_compiling():
+            # imported here, since it takes a second and only a compiler needs it
+            from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+            # a graph serves features of one form
+            copies = tuple([int(guard_scalar(count)) for count in copies])
+            known = getattr(self._shelf, _put_on_shelf(self._number, number, copies, sequences))
+        else:
+            known = self._launches.get((number, copies, sequences))
         if known is None:
             group = self._groups[number]
-            # a tensor made in inference mode could never be saved for a backward
-            with torch.inference_mode(False):
-                launch = plan_launch(group.arena.planned, group.planned, copies, group.arena.buffer.device)
+            launch = plan_launch(group.arena.planned, group.planned, copies, group.arena.buffer.device, sequences)
             leaf_names = [self._leaves[member][0] for member in group.members]
             table_names = [self._leaves[member][1].table.name or "" for member in group.members]
             slot = ledgers.Slot(
                 self._ledger, number, launch,
                 [name for name, count in zip(leaf_names, copies, strict=True) for _ in range(count)],
                 [name for name, count in zip(table_names, copies, strict=True) for _ in range(count)],
+                group.arena,
             )  # fmt: skip
             known = (ledgers.register(slot), launch, slot)
             # one made inside of a transform is of no use after it
             if not is_transformed():
-                self._launches[(number, copies)] = known
+                self._launches[(number, copies, sequences)] = known
         return known[0], known[1]
 
-    def _link(self) -> None:
-        """Everything that is derived from the tables: buffers, descriptors on their device, pending gradients."""
-        for group in self._groups:
-            if not group.arena.is_whole():
-                group.arena.gather()
-        device = self._groups[0].arena.buffer.device
-        self.__dict__["_anchor"] = nn.Parameter(torch.zeros(1, device=device))
+    def _start(self) -> None:
+        """What the collection has once, for all its life: plans, and the ledger with all gradients that wait."""
+        self._leaves = leaves(self.features)
+        self._groups = self._plan()
         self.__dict__["_launches"] = {}
-        previous = self.__dict__.get("_ledger")
-        self.__dict__["_ledger"] = ledgers.Ledger(
-            self._check_training, on_backward=previous.on_backward if previous else None
-        )
-        for number, group in enumerate(self._groups):
-            copies = tuple(self._leaves[member][1].max_sequence_length or 1 for member in group.members)
-            self._launch(number, copies)
+        self.__dict__["_shelf"] = _Shelf()
+        self.__dict__["_number"] = ledgers.call_number()
+        _living[self._number] = self
+        self.__dict__["_ledger"] = ledgers.Ledger(self._check_training, self._learning)
+
+    def _learning(self, group: int) -> tuple[bool, ...]:
+        return tuple(map(operator.attrgetter("requires_grad"), self._groups[group].arena.parameters))
+
+    def _settle(self) -> None:
+        """Follows tables that moved by themselves: an assignment to `.data`, or `load_state_dict(assign=True)`."""
+        arenas = [group.arena for group in self._groups]
+        if not (arenas[0].is_own() and all(arena.is_whole() for arena in arenas)):
+            self._link()
+
+    def _link(self) -> None:
+        """Everything that follows the tables: their buffers, and descriptors on their device."""
+        with torch.inference_mode(False):
+            for group in self._groups:
+                group.arena.settled()
+            device = self._groups[0].arena.buffer.device
+            if "_anchor" not in self.__dict__ or self._anchor.device != device:
+                self.__dict__["_anchor"] = nn.Parameter(torch.zeros(1, device=device))
+            for _, launch, _ in self._launches.values():
+                if launch.features.device != device:
+                    launch.move(device)
+            for number, group in enumerate(self._groups):
+                configs = [self._leaves[member][1] for member in group.members]
+                lengths = tuple(0 if config.output_shape else config.max_sequence_length for config in configs)
+                self._launch(number, tuple(length or 1 for length in lengths), tuple(map(bool, lengths)))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddingCollection":
-        for group in self._groups:
-            group.arena.change(fn)
+        with torch.inference_mode(False):
+            for group in self._groups:
+                group.arena.change(fn)
         self._link()
         return self
 
+    def __copy__(self) -> "EmbeddingCollection":
+        # the same tables, and so the same gradients that wait
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_anchor", "_launches", "_ledger", "_groups"):
+        for derived in ("_anchor", "_launches", "_ledger", "_groups", "_shelf", "_number"):
             del state[derived]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._leaves = leaves(self.features)
-        self._groups = self._plan()
+        self._start()
         self._link()
 
     def reset_parameters(self) -> None:

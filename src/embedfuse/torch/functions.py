@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from . import max_pool, ops
 from .backends import Csr, Policy, select
+from .once import differentiable_once
+from .zero_pages import zero_pages
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -41,7 +44,8 @@ def is_transformed() -> bool:
 def call(function: Any, *arguments: Any) -> Any:
     """`function.apply`, or its body alone where no gradient can be asked for."""
     if is_transformed():
-        return function.apply(*arguments)
+        return function.apply(*unwrap_dead_wrappers(arguments))
+    arguments = unwrap_dead_wrappers(arguments)
     if torch.is_grad_enabled():
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.requires_grad:
@@ -134,7 +138,7 @@ class RowGrad(torch.autograd.Function):
         grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor,
         layout: Layout, *tables: Tensor,
     ) -> Tensor:  # fmt: skip
-        out = grad.new_zeros(layout.size)
+        out = zero_pages((layout.size,), grad)
         csr = Csr(ids, offsets, weights, layout.bags)
         rows = ops.rows_to_cut(tables, layout.starts, layout.size, layout.cut)
         select(grad.device, grad.dtype).row_grad(out, features, csr, scale, grad, rows)
@@ -217,7 +221,9 @@ class LookupForUpdate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once(
+        'lookups whose tables an optimizer steps cannot be differentiated twice: use update="autograd"'
+    )
     def backward(ctx: Any, grad: Tensor | None, _scale_grad: Any) -> Any:
         anchor, weights, table, features, ids, offsets, scale = ctx.saved_tensors
         if grad is None:

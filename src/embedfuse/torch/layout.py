@@ -6,10 +6,12 @@ the rest.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +19,8 @@ from ..config import FeatureConfig, TableConfig
 from ..plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, NO_DEFAULT, PlannedFeature, PlannedTable, plan_group
 from .backends import select
 from .backends.eager_sums import join_offsets
-from .bags import Bags, SparseIds, check_ids
+from .bag_checks import check_ids
+from .bags import Bags, SparseIds
 from .functions import is_watched
 
 
@@ -30,33 +33,56 @@ class Part(NamedTuple):
     bags: int
     copies: int
     shape: tuple[int, ...]  # of the output, without dim
+    is_sequence: bool = False  # with ids of -1 where a bag has no more
+    inside: Tensor | None = None  # bool [bags, copies], of a sequence: which places are before the end of their bag
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Launch:
-    """The descriptors of one group for given numbers of copies, on the device."""
+    """The descriptors of one group for given forms of its features, on the device."""
 
     features: Tensor  # int64 [sum of copies, FEATURE_WIDTH]
     width: int
     normalised: bool
     has_defaults: bool
     cut: Tensor | None  # int64 [T, TABLE_WIDTH], if rows of any table are cut to a length
+    is_single: bool  # whether ids, offsets and weights may be the caller's own tensors, there being nothing to join
+    sequences: tuple[bool, ...]  # for each row of `features`, whether it is a place of a sequence
+    described: tuple[np.ndarray, np.ndarray]  # `features` and `cut`, for the next device
+
+    def move(self, device: Any) -> None:
+        """Follows the tables to another device."""
+        # a tensor made in inference mode could never be saved for a backward
+        with torch.inference_mode(False):
+            self.features = torch.from_numpy(self.described[0]).to(device)
+            if self.cut is not None:
+                self.cut = torch.from_numpy(self.described[1]).to(device)
 
 
 def plan_launch(
-    tables: Sequence[PlannedTable], planned: Sequence[PlannedFeature], copies: Sequence[int], device: Any
-) -> Launch:
-    """Descriptors in which feature `f` appears `copies[f]` times in a row."""
-    repeated = [feature for feature, count in zip(planned, copies, strict=True) for _ in range(count)]
-    group = plan_group(tables, repeated)
+    tables: Sequence[PlannedTable], planned: Sequence[PlannedFeature], copies: Sequence[int], device: Any,
+    sequences: Sequence[bool] = (),
+) -> Launch:  # fmt: skip
+    """Descriptors in which feature `f` appears `copies[f]` times in a row; `sequences[f]`: as places of a sequence."""
+    sequences = sequences or [False] * len(planned)
+    formed = [
+        replace(feature, combiner="sum", flags=DROP_NEGATIVE_IDS) if is_sequence else feature
+        for feature, is_sequence in zip(planned, sequences, strict=True)
+    ]
+    group = plan_group(tables, [f for f, count in zip(formed, copies, strict=True) for _ in range(count)])
     is_cut = any(table.max_norm != math.inf for table in tables)
-    return Launch(
-        torch.from_numpy(group.features).to(device),
-        group.width,
-        group.normalised,
-        any(feature.default_id != NO_DEFAULT for feature in planned),
-        torch.from_numpy(group.tables).to(device) if is_cut else None,
-    )
+    has_defaults = any(feature.default_id != NO_DEFAULT for feature in planned)
+    with torch.inference_mode(False):
+        return Launch(
+            torch.from_numpy(group.features).to(device),
+            group.width,
+            group.normalised,
+            has_defaults,
+            torch.from_numpy(group.tables).to(device) if is_cut else None,
+            len(planned) == 1 and not has_defaults,
+            tuple(is_sequence for is_sequence, count in zip(sequences, copies, strict=True) for _ in range(count)),
+            (group.features, group.tables),
+        )
 
 
 def planned_feature(config: FeatureConfig, table: int) -> PlannedFeature:
@@ -65,8 +91,6 @@ def planned_feature(config: FeatureConfig, table: int) -> PlannedFeature:
     flags = 0
     if config.validate_weights_and_indices:
         flags = DROP_NEGATIVE_IDS | (0 if combiner == "sum" else DROP_NONPOSITIVE_WEIGHTS)
-    if config.max_sequence_length:
-        combiner, flags = "sum", DROP_NEGATIVE_IDS
     return PlannedFeature(table, combiner, flags, NO_DEFAULT if config.default_id is None else config.default_id)
 
 
@@ -88,12 +112,18 @@ def part_of(name: str, config: FeatureConfig, value: Any) -> Part:
         value = Bags.from_nested(value)
     if isinstance(value, SparseIds):
         if length and len(value.dense_shape) == 2:
-            return _sequence(_matrix_of_sparse(value, length))
+            return _sequence(_matrix_of_sparse(value, _folded(config, value.values), length))
+        if length and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"feature {name!r} ignores `max_sequence_length={length}`: sparse ids of {len(value.dense_shape)} "
+                "dimensions are pooled over the last, as TensorFlow does. Give it sparse ids of 2 dimensions",
+                stacklevel=2,
+            )
         return _pooled(name, config, value.to_bags(), tuple(value.dense_shape[:-1]))
     if isinstance(value, Bags):
         if length:
             _refuse_weights(name, value)
-            return _sequence(_matrix_of_bags(value, length))
+            return _sequence(*_matrix_of_bags(value, _folded(config, value.ids), length))
         return _pooled(name, config, value, (value.offsets.shape[0] - 1,))
     if isinstance(value, Tensor):
         check_ids(name, value)
@@ -119,7 +149,7 @@ def _pooled(name: str, config: FeatureConfig, bags: Bags, shape: tuple[int, ...]
         if product != count:
             if product > count > 0 and product % count == 0:
                 _refuse_weights(name, bags)
-                part = _sequence(_matrix_of_bags(bags, product // count))
+                part = _sequence(*_matrix_of_bags(bags, _folded(config, bags.ids), product // count))
                 return part._replace(shape=config.output_shape)
             raise ValueError(
                 f"feature {name!r} has `output_shape={config.output_shape}` of {product} places, got {count} bags: the "
@@ -140,26 +170,40 @@ def _dense(ids: Tensor) -> Part:
     return Part(ids.reshape(-1), None, None, count, copies, shape)
 
 
-def _sequence(matrix: Tensor) -> Part:
+def _sequence(matrix: Tensor, inside: Tensor | None = None) -> Part:
+    """A place a copy. The launch drops negative ids, and with them the padding, whatever the feature says of them."""
     count, length = matrix.shape
-    return Part(matrix.t().reshape(-1), None, None, count, length, (count, length))
+    return Part(matrix.t().reshape(-1), None, None, count, length, (count, length), True, inside)
 
 
-def _matrix_of_bags(bags: Bags, length: int) -> Tensor:
-    """The first `length` ids of each bag, `[B, length]`, and -1 after the bag's end."""
+_TOP = 2**63 - 1
+
+
+def _folded(config: FeatureConfig, ids: Tensor) -> Tensor:
+    """Negative ids as huge ones, if they are to be out of range: in a sequence, negative ids are but padding."""
+    return ids if config.validate_weights_and_indices else ids.long() & _TOP
+
+
+def unfolded(value: int) -> int:
+    """What `_folded` was given."""
+    return value - _TOP - 1 if value > _TOP // 2 else value
+
+
+def _matrix_of_bags(bags: Bags, ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The first `length` ids of each bag, `[B, length]`, and -1 after the bag's end; and which are before it."""
     place = torch.arange(length, device=bags.device)
     at = bags.offsets[:-1, None] + place
     inside = at < bags.offsets[1:, None]
-    if bags.ids.shape[0] == 0:
-        return bags.ids.new_full((bags.offsets.shape[0] - 1, length), -1)
-    return torch.where(inside, bags.ids[at.clamp(max=bags.ids.shape[0] - 1)], -1)
+    if ids.shape[0] == 0:
+        return ids.new_full((bags.offsets.shape[0] - 1, length), -1), inside
+    return torch.where(inside, ids[at.clamp(max=ids.shape[0] - 1)], -1), inside
 
 
-def _matrix_of_sparse(ids: SparseIds, length: int) -> Tensor:
+def _matrix_of_sparse(sparse: SparseIds, ids: Tensor, length: int) -> Tensor:
     """Ids at their column, -1 where there is none; columns from `length` on are left out."""
-    count = ids.dense_shape[0]
-    matrix = ids.values.new_full((count, length + 1), -1)
-    matrix[ids.indices[:, 0], ids.indices[:, 1].clamp(max=length)] = ids.values
+    count = sparse.dense_shape[0]
+    matrix = ids.new_full((count, length + 1), -1)
+    matrix[sparse.indices[:, 0], sparse.indices[:, 1].clamp(max=length)] = ids
     return matrix[:, :length]
 
 
@@ -176,7 +220,6 @@ def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> tuple[Tensor,
     bags = parts[0].bags
     if any(part.bags != bags for part in parts):
         bags = max(part.bags for part in parts)
-    parts = [part if part.bags == bags or part.copies == 1 else _fill_up(part, bags) for part in parts]
     kinds = {part.ids.dtype for part in parts}
     kind = torch.int64 if len(kinds) > 1 else parts[0].ids.dtype
     pieces = [part.ids if part.ids.dtype == kind else part.ids.to(kind) for part in parts]
@@ -204,7 +247,7 @@ def _offsets(parts: Sequence[Part], bags: int, ids: Tensor) -> Tensor:
             rows.append(part.offsets)
         else:
             rows.append(torch.cat([part.offsets, part.offsets[-1:].expand(bags - part.bags)]))
-    stacked = torch.stack(rows)
+    stacked = torch.stack(rows) if rows else torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
     if is_watched(ids):
         return join_offsets(stacked)
     return select(ids.device, torch.float32).join_offsets(stacked)
@@ -212,17 +255,15 @@ def _offsets(parts: Sequence[Part], bags: int, ids: Tensor) -> Tensor:
 
 def without_fillers(rows: Tensor, offsets: Tensor, parts: Sequence[Part], bags: int) -> Tensor:
     """Prepared ids without the defaults of bags that only fill a feature up: nobody looked those rows up."""
-    fillers, first = [], 0
+    if all(part.bags == bags and part.inside is None for part in parts):
+        return rows
+    fillers = []
     for part in parts:
-        for _ in range(part.copies):
-            if part.bags != bags:
-                fillers.append(torch.arange(first + part.bags, first + bags, device=rows.device))
-            first += bags
+        if part.inside is None:
+            padding = torch.zeros((part.copies, part.bags), dtype=torch.bool, device=rows.device)
+        else:
+            padding = ~part.inside.t()
+        fillers.append(torch.nn.functional.pad(padding, (0, bags - part.bags), value=True).reshape(-1))
     # the default is the last of its bag
-    return rows.index_fill(0, offsets[torch.cat(fillers) + 1] - 1, -1)
-
-
-def _fill_up(part: Part, bags: int) -> Part:
-    ids = part.ids.reshape(part.copies, part.bags)
-    missing = ids.new_full((part.copies, bags - part.bags), -1)
-    return part._replace(ids=torch.cat([ids, missing], 1).reshape(-1), bags=bags)
+    at = offsets[1:] - 1
+    return rows.index_put((at,), torch.where(torch.cat(fillers), -1, rows[at]))

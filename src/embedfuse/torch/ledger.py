@@ -5,6 +5,7 @@ number of a ledger; the ledger itself lives here.
 """
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,10 +16,14 @@ from torch import Tensor
 from ..plan import ROWS
 from .backends import Csr
 from .compiling import constant_in_graphs
-from .layout import Launch
+from .layout import Launch, unfolded
+from .tables import Arena
+
+MOST_UNUSED = 1000
+"""Records that may wait although no optimizer exists to use them."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """One lookup whose backward has run."""
 
@@ -26,46 +31,110 @@ class Record:
     launch: Launch
     csr: Csr
     scale: Tensor
-    grad: Tensor  # [B, width], any strides
+    grad: Tensor  # [B, width], any strides; not a copy, so it must stay as it is until the step
+    owned: bool = False  # whether nobody else can write any of these tensors
+    learns: tuple[bool, ...] = ()  # for each table of the group, whether it was to learn when backward ran
+    version: int = 0  # of `grad` at that time
+    factor: Tensor | None = None  # scalar the gradient is multiplied by, if it was clipped or unscaled
+
+    def check(self) -> None:
+        """Raises RuntimeError if the gradient was written since backward."""
+        if not self.owned and self.grad._version != self.version:
+            raise RuntimeError(
+                "the gradient that backward gave to a lookup was changed in place before `step()`, which still reads "
+                "it: give backward a copy, out.backward(gradient.clone()), or change the gradient after the step"
+            )
 
 
 @dataclass
 class Ledger:
-    """The records of one collection that wait for `optimizer.step()`.
+    """The records of one collection that wait for `optimizer.step()`. Lives as long as the collection.
 
     Attributes:
-        check: called before each training lookup; raises if it cannot be right.
+        check: called before each training lookup of a group; raises if it cannot be right.
+        learns: for each table of a group, whether it is to learn now.
         on_backward: what to do with a record at once (`update="backward"`); None keeps it.
-        open: lookups whose backward has not run yet (counted in `update="backward"` only).
-        version: changes whenever the records do.
+        optimizer: whoever will use the records.
+        waiting: groups looked up since any backward (counted in `update="backward"` only).
+        current: groups looked up since their rows changed last (the same).
     """
 
-    check: Callable[[], None]
+    check: Callable[..., None]
+    learns: Callable[[int], tuple[bool, ...]]
     records: list[Record] = field(default_factory=list)
     on_backward: Callable[[Record], None] | None = None
-    open: int = 0
-    version: int = 0
+    optimizer: Callable[[], object] = lambda: None
+    waiting: set[int] = field(default_factory=set)
+    current: set[int] = field(default_factory=set)
+    warned: bool = False
 
-    def opened(self) -> None:
+    def opened(self, group: int = 0) -> None:
         """Counts a lookup whose backward is to come."""
         if self.on_backward is not None:
-            self.open += 1
+            self.waiting.add(group)
+            self.current.add(group)
 
     def add(self, record: Record) -> None:
         """Keeps a record, or applies it at once in `"backward"` mode."""
+        record.learns = self.learns(record.group)
         if self.on_backward is not None:
-            self.open = max(0, self.open - 1)
+            if record.group not in self.current:
+                raise RuntimeError(
+                    'update="backward" cannot be right here: the rows of this lookup were changed by another backward '
+                    'since, or it was discarded. Run one backward for each lookup, or use update="step"'
+                )
+            self.current.discard(record.group)
+            # what else was looked up with it may be no part of the loss
+            self.waiting.clear()
             self.on_backward(record)
             return
+        if self.optimizer() is None:
+            self._complain()
+        if not record.owned:
+            _own(record)
         self.records.append(record)
-        self.version += 1
+
+    def _complain(self) -> None:
+        if len(self.records) >= MOST_UNUSED:
+            raise RuntimeError(
+                f"gradients of {len(self.records)} lookups wait for an optimizer, and there is none: create "
+                'FusedOptimizer(collection) and call its step(), choose update="autograd" for a torch optimizer, or '
+                "call collection.discard()"
+            )
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                'a collection with update="step" got a gradient, and has no optimizer: its tables are no parameters '
+                "for a torch optimizer, they get no `.grad`. Create FusedOptimizer(collection) and call its step(), "
+                'or choose update="autograd"',
+                stacklevel=2,
+            )
 
     def clear(self) -> None:
-        """Forgets all records."""
-        self.open = 0
+        """Forgets all records, and that lookups wait for their backward; should one come, it is checked then."""
+        self.waiting.clear()
         if self.records:
             self.records = []
-            self.version += 1
+
+    def discard(self) -> None:
+        """Forgets all records, and lookups whose backward will never run."""
+        self.clear()
+        self.current.clear()
+
+
+def _own(record: Record) -> None:
+    """Keeps what the caller might write: ids of one feature as a copy, the gradient under watch."""
+    csr = record.csr
+    if record.launch.is_single:
+        # nothing was put together for it, so these may be the caller's own
+        with torch.inference_mode(False), torch.no_grad():
+            weights = None if csr.weights is None else csr.weights.clone()
+            record.csr = Csr(csr.ids.clone(), csr.offsets.clone(), weights, csr.bags)
+    if record.grad.is_inference():
+        # has no version to watch
+        with torch.inference_mode(False), torch.no_grad():
+            record.grad = record.grad.clone()
+    record.version = record.grad._version
 
 
 @dataclass(eq=False)
@@ -80,15 +149,18 @@ class Slot:
     launch: Launch
     names: list[str]
     tables: list[str]
+    arena: Arena
 
     def bad_id(self, ids: Tensor, offsets: Tensor, bags: int, position: int) -> str:
         """The message for the id at `position` of the launch, which lies outside its table."""
         bag = int(torch.searchsorted(offsets, position, right=True)) - 1
         feature = bag // bags
-        rows = int(self.launch.features[feature, ROWS])
+        rows, found = int(self.launch.features[feature, ROWS]), int(ids[position])
+        if self.launch.sequences[feature]:
+            found = unfolded(found)
         return (
             f"ids of feature {self.names[feature]!r} must lie in [0, {rows}), the rows of table "
-            f"{self.tables[feature]!r}: got {int(ids[position])} in bag {bag % bags}, at position "
+            f"{self.tables[feature]!r}: got {found} in bag {bag % bags}, at position "
             f"{position - int(offsets[feature * bags])} of the feature's ids. Clean the ids, enlarge "
             '`vocabulary_size`, or choose out_of_range="drop"'
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ledger
 from .backends import BadId, Csr, Policy, Rows, accumulation_dtype, select
+from .zero_pages import zero_pages
 
 _lib = torch.library.Library("embedfuse", "DEF")
 _COMMON = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights, SymInt bags, SymInt width"
@@ -98,12 +99,18 @@ def look_up_for_update(
     """`look_up`, told to the ledger that will get the gradient; the ledger may refuse."""
     slot = ledger.find(owner)
     if slot is not None:
-        slot.ledger.check()
+        slot.ledger.check(slot.group)
     found = look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
     if slot is not None:
         # after the lookup: one that raises has no backward to wait for
-        slot.ledger.opened()
+        slot.ledger.opened(slot.group)
     return found
+
+
+def _buffer(known: Tensor, owner: int) -> Tensor:
+    """The buffer of the owner's tables; the one a graph was compiled with is dead once they have moved."""
+    slot = ledger.find(owner)
+    return known if slot is None else slot.arena.settled()
 
 
 def _pooled_lookup(
@@ -111,7 +118,8 @@ def _pooled_lookup(
     weights: Tensor | None, bags: int, width: int, normalised: bool, policy: Policy, owner: int,
     cut: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    table = base_of(tables, starts, size)
+    # a collection's own tables come as its flat buffer
+    table = _buffer(tables[0], owner) if tables[0].dim() == 1 else base_of(tables, starts, size)
     return look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
 
 
@@ -119,6 +127,7 @@ def _lookup_for_update(
     anchor: Tensor, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int,
     width: int, normalised: bool, policy: Policy, owner: int, call: int, compiled: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    table = _buffer(table, owner)
     return look_up_for_update(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
 
 
@@ -136,11 +145,17 @@ def finish_backward(
         weights_grad = select(table.device, table.dtype).coefficient_grad(table, features, csr, scale, grad)
     slot = ledger.find(owner)
     if slot is not None:
-        if compiled and slot.ledger.on_backward is None:
+        owned = compiled and slot.ledger.on_backward is None
+        if owned:
             # a compiled graph reuses the memory of what it thinks no longer needed
             csr = Csr(ids.clone(), offsets.clone(), None if weights is None else weights.clone(), bags)
             scale, grad = scale.clone(), grad.clone()
-        slot.ledger.add(ledger.Record(slot.group, slot.launch, csr, scale, grad))
+        slot.ledger.add(ledger.Record(slot.group, slot.launch, csr, scale, grad, owned))
+    elif owner:
+        raise RuntimeError(
+            "backward came to a lookup whose EmbeddingCollection is gone, so nobody can use the gradient: keep the "
+            'collection until backward, or use update="autograd" inside of torch.func transforms'
+        )
     return torch.zeros_like(anchor), weights_grad
 
 
@@ -148,7 +163,7 @@ def _row_grad(
     like: Tensor, size: int, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, scale: Tensor,
     grad: Tensor, bags: int, cut: Tensor | None, tables: Sequence[Tensor], starts: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    out = like.new_zeros(size)
+    out = zero_pages((size,), like)
     csr = Csr(ids, offsets, weights, bags)
     rows = rows_to_cut(tables, starts, size, cut)
     select(like.device, like.dtype).row_grad(out, features, csr, scale, grad, rows)

@@ -1,38 +1,29 @@
 """`FusedOptimizer`: a `torch.optim.Optimizer` over the tables of embedding collections."""
 
+import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..optim import Optimizer, from_description, resolve
 from . import update
-from .collection import EmbeddingCollection
 from .ledger import Record
-from .state import GroupState
+from .pending import PendingGradient
+from .state import GroupState, ordinary_tensors
+from .stepped_tables import collections_of, names_of, optimizer_of, seed_of
 
 
-class _PendingGradient(nn.Parameter):
-    """Stands for all gradients that wait in the ledgers, where something asks a parameter for its `.grad`.
+class _Work(NamedTuple):
+    """A step of one group, checked and ready."""
 
-    Its gradient is `[1, 0]`, or `[1, inf]` if a waiting gradient is not finite. Whatever scales it, as
-    `GradScaler.unscale_` does, scales the waiting gradients by the same factor: the first number is read back in
-    `step()`.
-    """
-
-    source: "FusedOptimizer"
-    _version: int
-    _marker: Tensor | None
-
-    @property
-    def grad(self) -> Tensor | None:
-        return self.source._proxy_gradient()
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if value is None:
-            self.source.zero_grad()
+    state: GroupState
+    records: list[Record]
+    learns: tuple[bool, ...]
+    rates: list[float]
+    hyper: list[tuple[float, ...]] | None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -56,26 +47,28 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, *modules: nn.Module, default: Optimizer | str | None = None, seed: int = 0) -> None:
-        self._collections = _collections_of(modules)
+        self._collections = collections_of(modules)
         default = resolve(default)
+        self._given = modules, default, seed
         chosen = {
-            (number, name): _optimizer_of(collection, name, default)
+            (number, name): optimizer_of(collection, name, default)
             for number, collection in enumerate(self._collections)
             for name in collection.tables
         }
-        self._states: list[list[GroupState]] = [
-            [
-                GroupState(
-                    group.arena,
-                    [chosen[number, name] for name in group.arena.names],
-                    [_seed(collection, number, name, seed) for name in group.arena.names],
-                )
-                for group in collection._groups
+        with ordinary_tensors():
+            self._states: list[list[GroupState]] = [
+                [
+                    GroupState(
+                        group.arena,
+                        [chosen[number, name] for name in group.arena.names],
+                        [seed_of(collection, number, name, seed) for name in group.arena.names],
+                    )
+                    for group in collection._groups
+                ]
+                for number, collection in enumerate(self._collections)
             ]
-            for number, collection in enumerate(self._collections)
-        ]
         self._optimizers = list(dict.fromkeys(chosen.values()))
-        self._names = _names(modules, self._collections)
+        self._names = names_of(modules, self._collections)
         groups: list[dict[str, Any]] = [
             {
                 "params": [self._collections[n].tables[name] for (n, name), own in chosen.items() if own == optimizer],
@@ -85,61 +78,107 @@ class FusedOptimizer(torch.optim.Optimizer):
             for optimizer in self._optimizers
         ]
         self._group_of = {key: self._optimizers.index(optimizer) for key, optimizer in chosen.items()}
-        self._pending = _PendingGradient(torch.zeros(2))
-        self._pending.source = self
-        self._marker: Tensor | None = None
-        self._marker_of: tuple[int, ...] = ()
+        # for each table of each state, its entry in `param_groups`
+        self._rates_of = [
+            [[self._group_of[number, name] for name in state.arena.names] for state in states]
+            for number, states in enumerate(self._states)
+        ]
+        self._pending = PendingGradient.of(self._waiting, self._drop)
+        self._seen: list[nn.Parameter] = []
+        self._changes: list[int] = []
         super().__init__(groups, {})
-        self.param_groups[0]["params"].append(self._pending)
         # tells GradScaler to hand over scale and inf flag as tensors, instead of waiting for the device
         self._step_supports_amp_scaling = True
         self._fill_state()
         for number, collection in enumerate(self._collections):
+            collection._ledger.optimizer = weakref.ref(self)
             if collection.update == "backward":
                 collection._ledger.on_backward = self._on_backward(number)
 
     # --- stepping --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps every table that was looked up since the last step, by the sum of its gradients.
 
         Args:
             closure: computes the loss again and returns it, as for any torch optimizer.
+
+        Raises:
+            RuntimeError: a gradient was changed in place after backward, or a table has a `.grad`; nothing is changed.
+            ValueError: a learning rate that cannot be; nothing is changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rates = self._learning_rates()
-        grad_scale, skip = self._scaling()
-        for number, collection in enumerate(self._collections):
-            records, collection_states = collection._ledger.records, self._states[number]
-            for group, state in enumerate(collection_states):
-                mine = [record for record in records if record.group == group]
-                self._step_group(number, state, mine, rates, grad_scale, skip)
-            collection._ledger.clear()
-        self._marker = None
+        with ordinary_tensors():
+            self._step()
         return loss
 
-    def _step_group(
-        self, number: int, state: GroupState, records: list[Record], rates: list[float], grad_scale: Tensor | None,
-        skip: Tensor | None,
-    ) -> None:  # fmt: skip
-        learns = [table.requires_grad for table in state.arena.parameters]
-        if not records or not any(learns):
-            return
-        state.follow()
-        state.set_hyper([rates[self._group_of[number, name]] for name in state.arena.names])
-        update.step(state, records, learns, grad_scale, skip)
+    def _step(self) -> None:
+        self._settle()
+        self._check()
+        rates = self._learning_rates()
+        grad_scale, skip = self._scaling()
+        work = [
+            ready
+            for number, group, records in self._by_group()
+            if (ready := self._work(number, group, records, rates)) is not None
+        ]
+        # up to here nothing has changed, should anything have been refused
+        for one in work:
+            _run(one, grad_scale, skip)
+        self._drop()
+
+    def _work(self, number: int, group: int, records: list[Record], rates: list[float]) -> _Work | None:
+        learns = _learning(records)
+        if not any(learns):
+            return None
+        state = self._states[number][group]
+        mine = [rates[of_table] for of_table in self._rates_of[number][group]]
+        return _Work(state, update.ready(records, state.arena.buffer, learns), learns, mine, state.hyper_of(mine))
 
     def _on_backward(self, number: int) -> Callable[[Record], None]:
+        # the optimizer lives as long as the tables: nobody else can give them their gradient
         def apply(record: Record) -> None:
-            with torch.no_grad():
-                rates = self._learning_rates()
-                self._step_group(number, self._states[number][record.group], [record], rates, None, None)
+            with ordinary_tensors():
+                self._settle()
+                work = self._work(number, record.group, [record], self._learning_rates())
+                if work is not None:
+                    _run(work, None, None)
 
         return apply
+
+    def _waiting(self) -> list[Record]:
+        return [record for collection in self._collections for record in collection._ledger.records]
+
+    def _by_group(self) -> Iterator[tuple[int, int, list[Record]]]:
+        for number, collection in enumerate(self._collections):
+            records = collection._ledger.records
+            for group in range(len(self._states[number])):
+                mine = [record for record in records if record.group == group]
+                if mine:
+                    yield number, group, mine
+
+    def _settle(self) -> None:
+        """Follows tables that were moved, converted or replaced."""
+        for collection in self._collections:
+            collection._settle()
+        moved = [state.follow() for states in self._states for state in states]
+        if any(moved) or self._changes != [collection.tables.changes for collection in self._collections]:
+            self._fill_state()
+
+    def _check(self) -> None:
+        for record in self._waiting():
+            record.check()
+        for table in self._seen:
+            if table.grad is not None:
+                name = next(name for name, own, *_ in self._tables() if own is table)
+                raise RuntimeError(
+                    f"table {name!r} has a `.grad`, which FusedOptimizer does not use: it came from the table itself, "
+                    'as a penalty on its values gives, and not from a lookup. Use update="autograd" with a torch '
+                    "optimizer, or `weight_decay_factor` of the optimizer, and set `.grad` to None"
+                )
 
     def _learning_rates(self) -> list[float]:
         for optimizer, group in zip(self._optimizers, self.param_groups, strict=True):
@@ -148,7 +187,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [float(group["lr"]) for group in self.param_groups]
 
     def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
-        scale = self._marker[0] if self._marker is not None and self._marker_of == self._versions() else None
+        self._pending.keep_factors(self._waiting())
+        scale = None if self._pending.marker is None else self._pending.marker[0]
         # GradScaler sets these two for the time of the step
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if isinstance(grad_scale, Tensor):
@@ -158,9 +198,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients that wait for `step()`."""
+        self._drop()
+
+    def _drop(self) -> None:
         for collection in self._collections:
             collection._ledger.clear()
-        self._marker = None
+        self._pending.forget()
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] = ()) -> Tensor:
         """Scales waiting gradients so that their total 2-norm is at most `max_norm`; returns the norm before.
@@ -174,17 +217,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not max_norm >= 0:
             raise ValueError(f"`max_norm` must be a number of at least 0, got {max_norm!r}")
-        marker = self._proxy_gradient()
         total: Tensor | None = None
-        with torch.no_grad():
-            for number, collection in enumerate(self._collections):
-                for group, state in enumerate(self._states[number]):
-                    mine = [record for record in collection._ledger.records if record.group == group]
-                    learns = [table.requires_grad for table in state.arena.parameters]
-                    if mine and any(learns):
-                        state.follow()
-                        part = update.square_sum(state, mine, learns).double()
-                        total = part if total is None else total + part
+        with ordinary_tensors():
+            self._settle()
+            self._check()
+            marker = self._pending.mark(self._waiting())
+            for number, group, records in self._by_group():
+                learns = _learning(records)
+                if any(learns):
+                    state = self._states[number][group]
+                    records = update.ready(records, state.arena.buffer, learns)
+                    part = update.square_sum(state, records, learns).double()
+                    total = part if total is None else total + part.to(total.device)
             if marker is not None and total is not None:
                 total = total * marker[0].double() ** 2
             others = [p.grad for p in parameters if p.grad is not None]
@@ -201,22 +245,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 grad.mul_(factor.to(grad.device, grad.dtype))
             return norm.float()
 
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(collection._ledger.version for collection in self._collections)
-
-    def _proxy_gradient(self) -> Tensor | None:
-        records = [record for collection in self._collections for record in collection._ledger.records]
-        if not records:
-            return None
-        if self._marker is None or self._marker_of != self._versions():
-            with torch.no_grad():
-                device = records[0].grad.device
-                finite = [torch.isfinite(record.grad).all().to(device) for record in records]
-                flag = torch.where(torch.stack(finite).all(), 0.0, float("inf"))
-                self._marker = torch.stack([torch.ones_like(flag), flag])
-            self._marker_of = self._versions()
-        return self._marker
-
     # --- state -----------------------------------------------------------------------------------------------------
 
     def _tables(self) -> Iterator[tuple[str, nn.Parameter, GroupState, int]]:
@@ -226,46 +254,64 @@ class FusedOptimizer(torch.optim.Optimizer):
                     yield self._names[number, name], self._collections[number].tables[name], state, index
 
     def _fill_state(self) -> None:
+        self._seen = [table for collection in self._collections for table in collection.tables.values()]
+        self._changes = [collection.tables.changes for collection in self._collections]
+        self.state.clear()
         for _, table, state, index in self._tables():
             self.state[table] = {slot: state.view(index, slot) for slot in state.names(index)}
             self.state[table]["step"] = state.steps[index]
+        for number, group in enumerate(self.param_groups):
+            keys = [key for key, mine in self._group_of.items() if mine == number]
+            group["params"] = [self._collections[n].tables[name] for n, name in keys]
+        self.param_groups[0]["params"].append(self._pending)
 
     def state_dict(self) -> dict[str, Any]:
         """State by table name and slot name, and the groups' learning rates and optimizers; plain data and tensors."""
+        with ordinary_tensors():
+            self._settle()
         return {
             "state": {
                 name: {**{slot: state.view(index, slot) for slot in state.names(index)}, "step": state.steps[index]}
                 for name, _, state, index in self._tables()
             },
             "param_groups": [
-                {**{k: v for k, v in group.items() if k != "params"}, "description": optimizer.describe()}
-                for group, optimizer in zip(self.param_groups, self._optimizers, strict=True)
+                {
+                    **{k: v for k, v in group.items() if k != "params"},
+                    "description": optimizer.describe(),
+                    "tables": self._names_in(number),
+                }
+                for number, (group, optimizer) in enumerate(zip(self.param_groups, self._optimizers, strict=True))
             ],
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` gave, so that the next step is bit-identical.
 
+        Learning rates, and all else that `param_groups` hold, are loaded for the tables they were saved of. Other
+        hyper-parameters stay those of this optimizer.
+
         Raises:
-            ValueError: tables, slots or shapes that differ; nothing is changed then.
+            ValueError: tables, slots, shapes or kinds of optimizers that differ, or learning rates that differ within
+                one of our groups; nothing is changed then.
         """
-        given, groups = state_dict["state"], state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise ValueError(f"`state_dict` must have {len(self.param_groups)} param_groups, got {len(groups)}")
-        for group, mine in zip(groups, self._optimizers, strict=True):
-            theirs = from_description(group["description"])
-            if type(theirs) is not type(mine):
-                raise ValueError(
-                    f"`state_dict` must be of the same optimizers, got {type(theirs).__name__} where this one has "
-                    f"{type(mine).__name__}"
-                )
+        copies, settings = self.checked(state_dict)
+        with torch.no_grad():
+            for target, value in copies:
+                target.copy_(value)
+        for group, theirs in zip(self.param_groups, settings, strict=True):
+            group.update(theirs)
+
+    def checked(self, state_dict: dict[str, Any]) -> tuple[list[tuple[Tensor, Tensor]], list[dict[str, Any]]]:
+        """What to copy where, and what each of our groups is to be; raises as `load_state_dict` does."""
+        with ordinary_tensors():
+            self._settle()
+        given = state_dict["state"]
         copies: list[tuple[Tensor, Tensor]] = []
         names = [name for name, *_ in self._tables()]
         if sorted(given) != sorted(names):
             raise ValueError(f"`state_dict` must hold the tables {sorted(names)}, got {sorted(given)}")
+        settings = self._settings_in(state_dict["param_groups"])
         for name, _, state, index in self._tables():
-            state.follow()
             targets = {slot: state.view(index, slot) for slot in state.names(index)} | {"step": state.steps[index]}
             if given[name].keys() != targets.keys():
                 raise ValueError(f"table {name!r} must have the slots {sorted(targets)}, got {sorted(given[name])}")
@@ -276,51 +322,68 @@ class FusedOptimizer(torch.optim.Optimizer):
                         f"slot {slot!r} of table {name!r} must have shape {list(target.shape)}, got {list(value.shape)}"
                     )
                 copies.append((target, value))
-        for target, value in copies:
-            target.copy_(value)
-        for group, theirs in zip(self.param_groups, groups, strict=True):
-            group.update({k: v for k, v in theirs.items() if k != "description"})
-        self._fill_state()
+        return copies, settings
 
+    def _names_in(self, number: int) -> list[str]:
+        return [self._names[key] for key, group in self._group_of.items() if group == number]
 
-def _collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
-    found: dict[EmbeddingCollection, None] = {}
-    for module in modules:
-        for child in module.modules():
-            if isinstance(child, EmbeddingCollection):
-                found[child] = None
-    if not found:
-        raise ValueError("`modules` must contain at least one EmbeddingCollection, got none")
-    for collection in found:
-        if collection.update == "autograd":
+    def _settings_in(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """For each of our groups, what the saved groups of its tables say."""
+        if not any("tables" in group for group in groups) and len(groups) == len(self._optimizers):
+            # of an earlier version, which went by position
+            groups = [{**group, "tables": self._names_in(number)} for number, group in enumerate(groups)]
+        saved = {name: group for group in groups for name in group.get("tables", ())}
+        missing = sorted(set(self._names.values()) - saved.keys())
+        if missing:
             raise ValueError(
-                'a collection with update="autograd" gives its tables ordinary gradients: use a torch optimizer over '
-                'its parameters, or update="step"'
+                f"`state_dict` must say in `param_groups` which tables each is of, got none with {missing}"
             )
-    return list(found)
+        found = []
+        for number, mine in enumerate(self._optimizers):
+            names = self._names_in(number)
+            for name in names:
+                kind = type(from_description(saved[name]["description"]))
+                if kind is not type(mine):
+                    raise ValueError(
+                        f"`state_dict` must be of the same optimizers, got {kind.__name__} for table {name!r}, where "
+                        f"this one has {type(mine).__name__}"
+                    )
+            own = [{k: v for k, v in saved[n].items() if k not in ("description", "tables")} for n in names]
+            for name, settings in zip(names, own, strict=True):
+                if settings != own[0]:
+                    raise ValueError(
+                        f"tables {names[0]!r} and {name!r} must have been saved with the same learning rate, as they "
+                        f"have one optimizer here, got {own[0]['lr']} and {settings['lr']}: give them optimizers that "
+                        "differ, or set both to one learning rate before saving"
+                    )
+            found.append(own[0])
+        return found
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedOptimizer":
+        """An optimizer over copies of the modules, the same ones if they are copied along; no gradients wait for it."""
+        modules, default, seed = self._given
+        made = type(self)(*copy.deepcopy(modules, memo), default=default, seed=seed)
+        memo[id(self)] = made
+        made.load_state_dict(self.state_dict())
+        return made
 
-def _seed(collection: EmbeddingCollection, number: int, name: str, seed: int) -> int:
-    """A seed of its own for each table that rounds stochastically, 0 for the others; exact in float64."""
-    if not collection.table_configs[name].stochastic_rounding:
-        return 0
-    return 1 + (seed * 1_000_003 + number * 1009 + list(collection.tables).index(name)) % 2**52
-
-
-def _optimizer_of(collection: EmbeddingCollection, name: str, default: Optimizer | None) -> Optimizer:
-    optimizer = collection.table_configs[name].optimizer or collection.optimizer or default
-    if optimizer is None:
-        raise ValueError(
-            f"table {name!r} has no optimizer: give one to its TableConfig, to the collection, or as `default`, "
-            "such as embedfuse.Adagrad()"
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a FusedOptimizer cannot be pickled, as its state belongs to tables elsewhere: save its `state_dict()`, or "
+            "use embedfuse.torch.save"
         )
-    return resolve(optimizer)
 
 
-def _names(modules: Iterable[nn.Module], collections: list[EmbeddingCollection]) -> dict[tuple[int, str], str]:
-    """The tables' names; where two collections have one in common, with the path of the collection in front."""
-    own = [(number, name) for number, collection in enumerate(collections) for name in collection.tables]
-    if len({name for _, name in own}) == len(own):
-        return {key: key[1] for key in own}
-    paths = {child: path for module in modules for path, child in module.named_modules()}
-    return {(number, name): f"{paths[collections[number]] or number}.{name}" for number, name in own}
+def _learning(records: list[Record]) -> tuple[bool, ...]:
+    """For each table, whether it was to learn when any of these lookups had its backward."""
+    first = records[0].learns
+    if all(record.learns == first for record in records):
+        return first
+    return tuple(any(of_table) for of_table in zip(*(record.learns for record in records), strict=True))
+
+
+def _run(work: _Work, grad_scale: Tensor | None, skip: Tensor | None) -> None:
+    device = work.state.slots.device
+    grad_scale, skip = (None if number is None else number.to(device) for number in (grad_scale, skip))
+    work.state.set_hyper(work.rates, work.hyper)
+    update.step(work.state, work.records, work.learns, grad_scale, skip)

@@ -12,6 +12,7 @@ from . import ops
 from .backends import Csr, select
 from .backends.eager_sums import tables_of
 from .functions import CoefficientGrad, Layout, PooledLookup
+from .once import differentiable_once
 
 
 class SparseGradLookup(torch.autograd.Function):
@@ -29,7 +30,9 @@ class SparseGradLookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once(
+        'sparse gradients cannot be differentiated again: use `grad="dense"` (`sparse=False` of an EmbeddingBag)'
+    )
     def backward(ctx: Any, grad: Tensor) -> Any:
         weights, features, ids, offsets, scale, *tables = ctx.saved_tensors
         layout = ctx.layout

@@ -1,6 +1,7 @@
 """The optimizer's state of one group of tables: slots, step counters and hyper-parameters, as kernels read them."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,11 +14,24 @@ from .backends import accumulation_dtype
 from .tables import Arena, zeros
 
 
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Without gradients, but outside of inference mode: what is made there could never be written later."""
+    if not torch.is_inference_mode_enabled():
+        with torch.no_grad():
+            yield
+        return
+    # in this order: leaving inference mode turns gradients on
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class GroupState:
     """State of the tables of one arena.
 
     Attributes:
         optimizers: one for each table.
+        modes: for each table, whether its "rows" step once, once for "each" contribution, or "all" of them.
         rules: the distinct row rules among them.
         slots: all slots of all tables, flat, float32 (float64 for float64 tables).
         steps: int64 `[T]`: optimizer steps each table has made.
@@ -29,6 +43,7 @@ class GroupState:
 
     def __init__(self, arena: Arena, optimizers: Sequence[Optimizer], seeds: Sequence[int]) -> None:
         self.arena, self.optimizers, self._seeds = arena, list(optimizers), list(seeds)
+        self.modes = [_mode(optimizer) for optimizer in optimizers]
         self.rules = list(dict.fromkeys(optimizer.kernel_class() for optimizer in optimizers))
         self._descriptors = arena.descriptors.copy()
         self._places: list[dict[str, tuple[int, tuple[int, int]]]] = []
@@ -42,13 +57,18 @@ class GroupState:
                 places[slot.name] = (total, shape)
                 total += -(-shape[0] * shape[1] // ALIGNMENT) * ALIGNMENT
             self._places.append(places)
-        device = arena.buffer.device
-        self.slots = zeros(max(total, 1), accumulation_dtype(arena.buffer.dtype), device)
-        self.steps = torch.zeros(len(optimizers), dtype=torch.int64, device=device)
-        self.hyper = torch.zeros((0, 0), dtype=torch.float64, device=device)
-        self._learning_rates: list[float] = []
+        self._total = max(total, 1)
         self._masks: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
-        for number, optimizer in enumerate(optimizers):
+        self._by_mode: dict[tuple[bool, ...], dict[str, Tensor]] = {}
+        self._start()
+
+    def _start(self) -> None:
+        buffer = self.arena.buffer
+        self.slots = zeros(self._total, accumulation_dtype(buffer.dtype), buffer.device)
+        self.steps = torch.zeros(len(self.optimizers), dtype=torch.int64, device=buffer.device)
+        self.hyper = torch.zeros((0, 0), dtype=torch.float64, device=buffer.device)
+        self._learning_rates: list[float] = []
+        for number, optimizer in enumerate(self.optimizers):
             for slot in optimizer.slots():
                 self.view(number, slot.name).fill_(slot.initial)
 
@@ -61,20 +81,35 @@ class GroupState:
         start, shape = self._places[table][slot]
         return self.slots[start : start + shape[0] * shape[1]].view(shape)
 
-    def follow(self) -> None:
-        """Moves to the device of the tables, should they have moved."""
-        device = self.arena.buffer.device
-        if self.slots.device != device:
-            self.slots, self.steps, self.hyper = (t.to(device) for t in (self.slots, self.steps, self.hyper))
-            self._masks = {}
+    def follow(self) -> bool:
+        """Moves to the device and type of the tables, should they have moved; says whether they had."""
+        device, dtype = self.arena.buffer.device, accumulation_dtype(self.arena.buffer.dtype)
+        if self.slots.device == device and self.slots.dtype == dtype:
+            return False
+        if self.slots.is_meta:
+            self._start()
+        else:
+            self.slots = self.slots.to(device, dtype)
+            self.steps, self.hyper = self.steps.to(device), self.hyper.to(device)
+        self._masks, self._by_mode = {}, {}
+        return True
 
-    def set_hyper(self, learning_rates: list[float]) -> None:
-        """Brings hyper-parameters up to date with the learning rates, one for each table."""
-        if self._learning_rates != learning_rates:
-            rows = [
-                (*optimizer.hyper(rate)[:ROUNDING_SEED], float(seed))
-                for optimizer, rate, seed in zip(self.optimizers, learning_rates, self._seeds, strict=True)
-            ]
+    def hyper_of(self, learning_rates: list[float]) -> list[tuple[float, ...]] | None:
+        """Rows of hyper-parameters for these learning rates, one for each table; None if they are there already.
+
+        Raises:
+            ValueError: a learning rate that cannot be.
+        """
+        if self._learning_rates == learning_rates:
+            return None
+        return [
+            (*optimizer.hyper(rate)[:ROUNDING_SEED], float(seed))
+            for optimizer, rate, seed in zip(self.optimizers, learning_rates, self._seeds, strict=True)
+        ]
+
+    def set_hyper(self, learning_rates: list[float], rows: list[tuple[float, ...]] | None) -> None:
+        """Brings hyper-parameters up to date with what `hyper_of` gave for these learning rates."""
+        if rows is not None:
             fresh = torch.tensor(rows, dtype=torch.float64)
             if self.slots.is_cuda:
                 # page-locked, so that the copy does not wait for the device
@@ -95,3 +130,18 @@ class GroupState:
             device = self.slots.device
             self._masks[key] = (torch.from_numpy(descriptors).to(device), torch.tensor(key).to(torch.int64).to(device))
         return self._masks[key]
+
+    def by_mode(self, learns: tuple[bool, ...]) -> dict[str, Tensor]:
+        """For each mode that occurs among the tables that learn, descriptors in which all others are FROZEN."""
+        if learns not in self._by_mode:
+            modes = [mode if learn else "frozen" for mode, learn in zip(self.modes, learns, strict=True)]
+            self._by_mode[learns] = {
+                mode: self.masked([own == mode for own in modes])[0] for mode in set(modes) - {"frozen"}
+            }
+        return self._by_mode[learns]
+
+
+def _mode(optimizer: Optimizer) -> str:
+    if optimizer.dense:
+        return "all"
+    return "rows" if optimizer.use_gradient_accumulation else "each"

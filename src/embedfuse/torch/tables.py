@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from typing import Any, cast
 
@@ -15,9 +16,26 @@ from ..plan import T_OFFSET, PlannedTable, plan_group
 class Tables(nn.Module):
     """Tables by name. A dict-like holder; unlike `nn.ParameterDict` it allows every name, "items" included."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # what was put here to stay; a functional call puts other tensors in `_parameters` for its time
+        self._own: dict[str, nn.Parameter | None] = {}
+        self.changes = 0  # how often that was
+
     def put(self, name: str, table: nn.Parameter) -> None:
         """Adds or replaces a table."""
-        self._parameters[name] = table
+        self._parameters[name] = self._own[name] = table
+        self.changes += 1
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """What an assignment does, as `load_state_dict(assign=True)` makes it."""
+        super().register_parameter(name, param)
+        self._own[name] = param
+        self.changes += 1
+
+    def is_own(self) -> bool:
+        """Whether the tables are those put here, and not others that a functional call has put in their place."""
+        return all(map(operator.is_, self._parameters.values(), self._own.values()))
 
     def __getitem__(self, name: str) -> nn.Parameter:
         if name not in self._parameters:
@@ -78,6 +96,7 @@ class Arena:
         self.starts = [int(start) for start in plan.tables[:, T_OFFSET]]
         self._tables = tables
         self.buffer = torch.empty(0)
+        self._places: list[int] = []  # data pointers of the tables if they lie in the buffer
 
     @property
     def is_cut(self) -> bool:
@@ -87,7 +106,7 @@ class Arena:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The tables, in order."""
-        return [self._tables[name] for name in self.names]
+        return list(map(cast("dict[str, nn.Parameter]", self._tables._parameters).__getitem__, self.names))
 
     def allocate(self, dtype: torch.dtype, device: Any) -> None:
         """Makes the buffer, and parameters that lie in it, for the first time."""
@@ -97,14 +116,27 @@ class Arena:
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a function such as `.to(device)` to the buffer, and moves the tables along."""
-        self.buffer = function(self.buffer)
-        self._point()
-        for table in self.parameters:
-            if table.grad is not None:
-                table.grad = function(table.grad)
+        if not self.is_whole():
+            self.gather()
+        grads = [table.grad for table in self.parameters]
+        with torch.no_grad():
+            self.buffer = function(self.buffer)
+            self._point()
+            for table, grad in zip(self.parameters, grads, strict=True):
+                table.grad = None if grad is None else function(grad)
 
     def gather(self) -> None:
-        """Brings tables that lie elsewhere (after unpickling, or an assignment to `.data`) back into one buffer."""
+        """Brings tables that lie elsewhere (after unpickling, or an assignment to `.data`) back into one buffer.
+
+        Raises:
+            RuntimeError: during a functional call, whose tensors are not ours to move.
+            ValueError: tables of another shape than planned, or of several types or devices.
+        """
+        if not self.is_own():
+            raise RuntimeError(
+                "a functional call needs a collection that leaves its tables alone: create it with "
+                'update="autograd", or evaluate it with tables of its own'
+            )
         tables = self.parameters
         for name, table, shape in zip(self.names, tables, self.shapes, strict=True):
             if tuple(table.shape) != shape:
@@ -114,23 +146,37 @@ class Arena:
                     f"tables of one collection and storage type must stay on one device, got {tables[0].dtype} on "
                     f"{tables[0].device} and {table.dtype} on {table.device} for {name!r}: move the whole collection"
                 )
-        old = [table.data for table in tables]
-        self.buffer = zeros(self.size, tables[0].dtype, tables[0].device)
-        self._point()
-        with torch.no_grad():
-            for table, values in zip(tables, old, strict=True):
+        # tables made in inference mode could not be trained
+        with torch.inference_mode(False), torch.no_grad():
+            old = [table.data for table in tables]
+            self.buffer = zeros(self.size, tables[0].dtype, tables[0].device)
+            self._point()
+            for table, values in zip(self.parameters, old, strict=True):
                 table.copy_(values)
 
     def is_own(self) -> bool:
-        """Whether the tables are parameters, and not tensors that a functional call has put in their place."""
-        return all(isinstance(table, nn.Parameter) for table in self.parameters)
+        """Whether the tables are the collection's, and not tensors that a functional call has put in their place."""
+        return self._tables.is_own()
 
     def is_whole(self) -> bool:
         """Whether every table still lies where the descriptors say."""
-        origin, step = self.buffer.data_ptr(), self.buffer.element_size()
-        return all(
-            table.data_ptr() == origin + start * step for table, start in zip(self.parameters, self.starts, strict=True)
-        )
+        if self.buffer.is_meta:
+            return all(table.is_meta for table in self.parameters)
+        origin = self.buffer.data_ptr()
+        if not self._places or self._places[0] != origin:
+            step = self.buffer.element_size()
+            self._places = [origin + start * step for start in self.starts]
+        return list(map(Tensor.data_ptr, self.parameters)) == self._places
+
+    def settled(self) -> Tensor:
+        """The buffer, after gathering what does not lie in it."""
+        if not (self.is_own() and self.is_whole()):
+            self.gather()
+        return self.buffer
+
+    def written(self) -> None:
+        """Tells autograd that rows have changed, so that a backward that needs the old ones is refused."""
+        torch.autograd.graph.increment_version([self.buffer, *self.parameters])
 
     def _views(self) -> list[Tensor]:
         return [
@@ -139,8 +185,13 @@ class Arena:
         ]
 
     def _point(self) -> None:
-        for table, view in zip(self.parameters, self._views(), strict=True):
-            table.data = view
+        self._places = []
+        for name, table, view in zip(self.names, self.parameters, self._views(), strict=True):
+            if table.is_inference() or not torch._has_compatible_shallow_copy_type(table, view):
+                # this one can never hold the rows, be it of inference mode or of the device "meta"
+                self._tables.put(name, nn.Parameter(view, requires_grad=table.requires_grad))
+            else:
+                table.data = view
 
 
 def named_tables(configs: Sequence[TableConfig]) -> list[str]:

@@ -1,19 +1,49 @@
 """One optimizer step of one group: join what the lookups left behind, and change the rows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..optim import apply_rule
-from ..plan import COLUMN, ROW_BASE, ROWS
-from .backends import Csr, Rows, Update, select
+from ..plan import COLUMN, ROW_BASE, ROWS, TABLE
+from .backends import Csr, Rows, Update, accumulation_dtype, select
 from .backends.rounding import rounded
 from .ledger import Record
 from .state import GroupState
+from .zero_pages import zero_pages
 
 Joined = tuple[Tensor, Csr, Tensor, Tensor]
 """`features`, `csr`, `scale`, `grad` as the backends take them."""
+
+
+def ready(records: Sequence[Record], buffer: Tensor, learns: Sequence[bool]) -> list[Record]:
+    """The records as one step of the tables that learn can take them.
+
+    On the tables' device, should these have moved; multiplied by factors of their own; and without the features whose
+    table was frozen when backward ran, if another record of the step trains it.
+    """
+    return [_ready(record, buffer, learns) for record in records]
+
+
+def _ready(record: Record, buffer: Tensor, learns: Sequence[bool]) -> Record:
+    device, dtype = buffer.device, accumulation_dtype(buffer.dtype)
+    csr, scale, grad = record.csr, record.scale, record.grad
+    if grad.device != device or scale.dtype != dtype:
+        weights = None if csr.weights is None else csr.weights.to(device, dtype)
+        csr = Csr(csr.ids.to(device), csr.offsets.to(device), weights, csr.bags)
+        record = replace(record, csr=csr, scale=scale.to(device, dtype), grad=grad.to(device))
+    if record.factor is not None:
+        factor = record.factor.to(device, dtype)
+        record = replace(record, grad=record.grad.to(dtype) * factor)
+    if record.learns != tuple(learns):
+        features = record.launch.features.clone()
+        frozen = ~torch.tensor(record.learns, device=device)
+        # a table of no rows has no ids
+        features[:, ROWS].masked_fill_(frozen[features[:, TABLE]], 0)
+        record = replace(record, launch=replace(record.launch, features=features))
+    return record
 
 
 def join(records: Sequence[Record]) -> Joined:
@@ -78,7 +108,7 @@ def _filled_up(record: Record, bags: int) -> Record:
         scale = torch.nn.functional.pad(scale.view(features, have), (0, bags - have)).reshape(-1)
     grad = torch.nn.functional.pad(record.grad, (0, 0, 0, bags - have))
     csr = record.csr._replace(offsets=torch.cat([offsets, record.csr.offsets[-1:]]), bags=bags)
-    return Record(record.group, record.launch, csr, scale, grad)
+    return replace(record, csr=csr, scale=scale, grad=grad)
 
 
 def square_sum(state: GroupState, records: Sequence[Record], learns: Sequence[bool]) -> Tensor:
@@ -105,24 +135,16 @@ def step(
     _, counted = state.masked(learns)
     state.steps += counted if skip is None else counted * (skip == 0)
     backend = select(grad.device, state.arena.buffer.dtype)
-    modes = [_mode(state, table) if learn else "frozen" for table, learn in enumerate(learns)]
-    if "rows" in modes:
-        tables, _ = state.masked([mode == "rows" for mode in modes])
-        backend.row_update(_update(state, features, tables, grad_scale, skip), csr, scale, grad)
-    if "each" in modes:
-        tables, _ = state.masked([mode == "each" for mode in modes])
-        update = _update(state, features, tables, grad_scale, skip)
+    tables = state.by_mode(tuple(learns))
+    if "rows" in tables:
+        backend.row_update(_update(state, features, tables["rows"], grad_scale, skip), csr, scale, grad)
+    if "each" in tables:
+        update = _update(state, features, tables["each"], grad_scale, skip)
         for ids in _one_by_one(features, csr):
             backend.row_update(update, csr._replace(ids=ids), scale, grad)
-    if "all" in modes:
-        _step_all_rows(state, (features, csr, scale, grad), modes, grad_scale, skip)
-
-
-def _mode(state: GroupState, table: int) -> str:
-    optimizer = state.optimizers[table]
-    if optimizer.dense:
-        return "all"
-    return "rows" if optimizer.use_gradient_accumulation else "each"
+    if "all" in tables:
+        _step_all_rows(state, (features, csr, scale, grad), learns, grad_scale, skip)
+    state.arena.written()
 
 
 def _update(
@@ -151,17 +173,17 @@ def _one_by_one(features: Tensor, csr: Csr) -> list[Tensor]:
 
 
 def _step_all_rows(
-    state: GroupState, joined: Joined, modes: Sequence[str], grad_scale: Tensor | None, skip: Tensor | None
+    state: GroupState, joined: Joined, learns: Sequence[bool], grad_scale: Tensor | None, skip: Tensor | None
 ) -> None:
     """Dense semantics: every row of the table steps, with gradient 0 where it was not looked up."""
     features, csr, scale, grad = joined
     arena = state.arena
     # summed in the accumulation type: the tables' own may be too coarse for a gradient
-    flat = torch.zeros(arena.size, dtype=state.slots.dtype, device=arena.buffer.device)
-    to_cut = Rows(arena.buffer.to(flat.dtype), state.masked([True] * len(modes))[0]) if arena.is_cut else None
+    flat = zero_pages((arena.size,), arena.buffer, state.slots.dtype)
+    to_cut = Rows(arena.buffer.to(flat.dtype), state.masked([True] * len(learns))[0]) if arena.is_cut else None
     select(grad.device, flat.dtype).row_grad(flat, features, csr, scale, grad, to_cut)
     for number, (table, start) in enumerate(zip(arena.parameters, arena.starts, strict=True)):
-        if modes[number] != "all":
+        if not learns[number] or state.modes[number] != "all":
             continue
         with torch.no_grad():
             g = flat[start : start + table.numel()].view(table.shape).to(state.slots.dtype)

@@ -1,0 +1,75 @@
+"""Which tables a fused optimizer steps, by which rules, and what it calls them."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ..optim import Optimizer, resolve
+from .collection import EmbeddingCollection
+
+
+def collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
+    """The collections in modules, each once.
+
+    Raises:
+        ValueError: none, or one in "autograd" mode.
+    """
+    found: dict[EmbeddingCollection, None] = {}
+    for module in modules:
+        for child in module.modules():
+            if isinstance(child, EmbeddingCollection):
+                found[child] = None
+    if not found:
+        raise ValueError("`modules` must contain at least one EmbeddingCollection, got none")
+    for collection in found:
+        if collection.update == "autograd":
+            raise ValueError(
+                'a collection with update="autograd" gives its tables ordinary gradients: use a torch optimizer over '
+                'its parameters, or update="step"'
+            )
+    return list(found)
+
+
+def seed_of(collection: EmbeddingCollection, number: int, name: str, seed: int) -> int:
+    """A seed of its own for each table that rounds stochastically, 0 for the others; exact in float64."""
+    if not collection.table_configs[name].stochastic_rounding:
+        return 0
+    return 1 + (seed * 1_000_003 + number * 1009 + list(collection.tables).index(name)) % 2**52
+
+
+def optimizer_of(collection: EmbeddingCollection, name: str, default: Optimizer | None) -> Optimizer:
+    """The optimizer of a table: its own, or its collection's, or the default.
+
+    Raises:
+        ValueError: it has none.
+    """
+    optimizer = collection.table_configs[name].optimizer or collection.optimizer or default
+    if optimizer is None:
+        raise ValueError(
+            f"table {name!r} has no optimizer: give one to its TableConfig, to the collection, or as `default`, "
+            "such as embedfuse.Adagrad()"
+        )
+    return resolve(optimizer)
+
+
+def names_of(modules: Iterable[nn.Module], collections: list[EmbeddingCollection]) -> dict[tuple[int, str], str]:
+    """The tables' names, no two the same.
+
+    Where two have one in common, with the path of the collection in front; where that is not enough, also with the
+    number of the module.
+    """
+    own = [(number, name) for number, collection in enumerate(collections) for name in collection.tables]
+    places: dict[EmbeddingCollection, tuple[int, str]] = {}
+    for place, module in enumerate(modules):
+        for path, child in module.named_modules():
+            if isinstance(child, EmbeddingCollection):
+                places.setdefault(child, (place, path))
+    short, long = [], []
+    for number, name in own:
+        place, path = places[collections[number]]
+        short.append(f"{path or number}.{name}")
+        long.append(".".join([str(place), *([path] if path else []), name]))
+    for names in ([name for _, name in own], short, long):
+        if len(set(names)) == len(own):
+            break
+    return dict(zip(own, names, strict=True))
