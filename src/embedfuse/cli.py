@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
         extras = ",".join(dict.fromkeys(NEEDED[name] for name in missing))
         print(
             f"embedfuse: the command line needs {', '.join(missing)}, not installed here.\n"
-            f"Install with:  pip install 'embedfuse[{extras}]'",
+            f"Install with:  pip install 'embedfuse[{extras}]'  (in a checkout: pip install '.[{extras}]')",
             file=sys.stderr,
         )
         return 2

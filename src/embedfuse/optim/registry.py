@@ -45,8 +45,10 @@ def resolve(optimizer: Optimizer | str | None) -> Optimizer | None:
     name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         raise TypeError(f"`optimizer` must be an object, got the class {name}: write {name}()")
+    owner = optimizer if isinstance(optimizer, type) else type(optimizer)
+    shown = f"torch.optim.{name}" if owner.__module__.startswith("torch.optim") else name
     raise TypeError(
-        f"`optimizer` must be an embedfuse optimizer, a string or None, got {name}: "
+        f"`optimizer` must be an embedfuse optimizer, a string or None, got {shown}: "
         f"use an object such as {_suggestion(name)}"
     )
 

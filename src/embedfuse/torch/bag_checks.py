@@ -50,7 +50,7 @@ def check_offsets(offsets: Tensor, count: int) -> None:
     if values[0] != 0 or values[-1] != count:
         raise ValueError(
             f"`offsets` must start at 0 and end at len(ids)={count}, got first value {values[0]} and last value "
-            f"{values[-1]}"
+            f"{values[-1]}: append len(ids) to offsets that lack it"
         )
     fall = values[1:] < values[:-1]
     if fall.any():

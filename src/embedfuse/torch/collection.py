@@ -161,7 +161,7 @@ class EmbeddingCollection(nn.Module):
             ValueError: tables of several dtypes and features of several batch sizes cannot be put side by side.
         """
         parts = self._parts(inputs)
-        if len({part.bags for part in parts}) != 1:
+        if any(part.bags != parts[0].bags for part in parts):
             raise ValueError(
                 f"`concatenated` needs one batch size for all features, got {[part.bags for part in parts]}"
             )

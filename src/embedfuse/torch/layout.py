@@ -135,7 +135,7 @@ def part_of(name: str, config: FeatureConfig, value: Any) -> Part:
         return _dense(value)
     raise TypeError(
         f"feature {name!r} must be Bags, SparseIds, an integer tensor or a jagged nested tensor, got "
-        f"{type(value).__name__}: use Bags.from_lists, .from_padded or .from_arrow"
+        f"{type(value).__name__}: use Bags(ids, offsets), Bags.from_lists, .from_padded or .from_arrow"
     )
 
 

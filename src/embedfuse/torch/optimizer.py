@@ -87,6 +87,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._seen: list[nn.Parameter] = []
         self._changes: list[int] = []
         super().__init__(groups, {})
+        self._complete = True
         # tells GradScaler to hand over scale and inf flag as tensors, instead of waiting for the device
         self._step_supports_amp_scaling = True
         self._fill_state()
@@ -94,6 +95,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             collection._ledger.optimizer = weakref.ref(self)
             if collection.update == "backward":
                 collection._ledger.on_backward = self._on_backward(number)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: groups follow from the tables' optimizers."""
+        if getattr(self, "_complete", False):
+            raise NotImplementedError(
+                "a FusedOptimizer steps the tables of its modules only: give other parameters to a torch optimizer"
+            )
+        super().add_param_group(param_group)
 
     # --- stepping --------------------------------------------------------------------------------------------------
 

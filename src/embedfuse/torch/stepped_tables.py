@@ -12,10 +12,16 @@ def collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
     """The collections in modules, each once.
 
     Raises:
+        TypeError: something that is no module.
         ValueError: none, or one in "autograd" mode.
     """
     found: dict[EmbeddingCollection, None] = {}
     for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"`modules` must be modules, got {type(module).__name__}: give the model, FusedOptimizer(model), not its "
+                "parameters"
+            )
         for child in module.modules():
             if isinstance(child, EmbeddingCollection):
                 found[child] = None
