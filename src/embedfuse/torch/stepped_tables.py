@@ -19,8 +19,7 @@ def collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"`modules` must be modules, got {type(module).__name__}: give the model, FusedOptimizer(model), not its "
-                "parameters"
+                f"`modules` must be modules, got {type(module).__name__}: give the model itself, FusedOptimizer(model)"
             )
         for child in module.modules():
             if isinstance(child, EmbeddingCollection):
