@@ -454,7 +454,7 @@ def test_resolve() -> None:
         with pytest.raises(ValueError, match=f"'sgd', 'adagrad', 'adam', 'ftrl', got '{word}'.*{re.escape(hint)}"):
             resolve(word)
     foreign: Any = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    with pytest.raises(TypeError, match=r"got SGD: use an object such as embedfuse.SGD\(\)"):
+    with pytest.raises(TypeError, match=r"got torch\.optim\.SGD: use an object such as embedfuse.SGD\(\)"):
         resolve(foreign)
     a_class: Any = Adam
     with pytest.raises(TypeError, match=r"got the class Adam: write Adam\(\)"):
