@@ -40,7 +40,23 @@ def test_the_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_cases_for_which_there_was_no_time_are_named() -> None:
     made = runner.run(options(cases=("cpu_tiny",), providers=("torch",), budget=1e-9))
     assert made["cases"] == []
-    assert made["not run"][0]["name"] == "cpu_tiny"
+    reason = "the budget of 1e-09 seconds was used up"
+    assert made["not run"] == [{"name": "cpu_tiny", "reason": reason}]
+    # some take long to import
+    assert made["providers"]["torch"]["reason"] == reason
+
+
+def test_the_budget_is_looked_at_before_each_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = options(cases=("cpu_tiny",), providers=("embedfuse", "torch"))
+    ready: list[str] = []
+    make = runner.make
+    monkeypatch.setattr(runner, "make", lambda name, work, shared: (ready.append(name), make(name, work, shared))[1])
+    monkeypatch.setattr(runner.Options, "is_over", lambda self: bool(ready))
+    made = runner.run(chosen)
+    found = made["cases"][0]["providers"]
+    assert ready == ["embedfuse"]
+    assert "train, 1 thread" in found["embedfuse"]["phases"]
+    assert found["torch"] == {"unsupported": "the budget of 560 seconds was used up"}
 
 
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

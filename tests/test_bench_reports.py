@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             )
         )  # fmt: skip
     loaded: dict[str, Any] = json.loads(out.read_text())
+    # as if nothing else ran beside the tests
+    for case in loaded["cases"]:
+        case["load"] = 1.0
+        for entry in case["providers"].values():
+            for phase in [phase for phase in entry["phases"] if phase.endswith("2 threads")]:
+                entry["phases"][phase] = copy.deepcopy(entry["phases"][phase.replace("2 threads", "1 thread")])
     return loaded
 
 
@@ -93,6 +100,54 @@ def test_ratios_and_shares_are_computed_from_the_json(made: dict[str, Any]) -> N
     own["copy bytes per second"] = case["bytes"]["train"] * 1000
     assert reading.share_of_copy(own, case, "embedfuse", "train, 1 thread") == pytest.approx(0.5)
     assert reading.geometric_mean([1, 4]) == pytest.approx(2)
+
+
+def test_a_busy_machine_is_told_first_and_makes_no_ratios_of_several_threads(
+    made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = copy.deepcopy(made)
+    own["machine"]["cores"], own["machine"]["commit"] = 2, None
+    for case in own["cases"]:
+        case["load"] = 7.5
+    path = tmp_path / "busy.json"
+    path.write_text(json.dumps(own))
+    assert cli.main(["bench", "--from", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("THE MACHINE WAS BUSY in 2 of 2 cases (load up to 7.5 on 2 cores)") < shown.index("Providers")
+    assert "None" not in shown
+    assert "two threads are" not in shown
+    assert list(ratios.ratio_rows(own, "train, 2 threads", "wall")) == []
+    assert len(list(ratios.ratio_rows(own, "train, 1 thread", "wall"))) == 2
+    assert "busy" in shown and "!" in shown
+    assert ratios.warning(made) is None
+    # the load of the last minute does not know yet, but such times do
+    own = copy.deepcopy(made)
+    own["cases"][0]["providers"]["torch"]["phases"]["train, 2 threads"]["wall"]["median"] *= 6
+    assert "BUSY in 1 of 2 cases (load up to 1.0 on" in str(ratios.warning(own))
+    assert [len(found) for _, _, found in ratios.ratio_rows(own, "train, 2 threads", "wall")] == [1, 1]
+    assert [len(found) for _, _, found in ratios.ratio_rows(own, "forward, 2 threads", "wall")] == [2, 2]
+
+
+def test_labels_along_x_do_not_overlap() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for span in (2.5, 40.0, 3e5):
+        figure = Figure(figsize=(4.6, 4.4), layout="constrained")
+        axes = figure.add_subplot()
+        axes.scatter([0.02, 0.02 * span], [1, 2])
+        axes.set(xscale="log", yscale="log")
+        roofline._label_few(axes, span)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        low, high = axes.get_xlim()
+        boxes = [
+            label.get_window_extent()
+            for label, place in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True)
+            if low <= place <= high and label.get_text()
+        ]
+        assert boxes
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_a_report_of_a_gpu_is_shown(made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,8 +59,22 @@ def test_train_writes_all_it_promises(model: str, tmp_path: Path, capsys: pytest
     for kind in ("fused", "unfused"):
         assert load(out / kind / "checkpoint")["progress"]["finished"]
     shown = capsys.readouterr().out
-    for text in ("logistic regression", "unfused", "fused", "AUC", "log loss", "ms per step", "rows/s", "600 rows"):
+    for text in (
+        "logistic regression",
+        "unfused",
+        "fused",
+        "AUC",
+        "log loss",
+        "ms a step",
+        "s of training",
+        "rows/s",
+        "600 rows",
+    ):
         assert text in shown
+    # what comes, before anything of it; and what the columns and the ratios are
+    assert shown.index("To come, in this order") < shown.index("fit 1 of 4, penalty")
+    for text in ("the median of some that both made in turn", "evaluations left out", "for the embeddings alone"):
+        assert text in one_line(shown)
 
 
 def test_train_without_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +206,8 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(
     shown = capsys.readouterr()
     assert message in one_line(shown.err)
     assert "Traceback" not in shown.err + shown.out
+    # nothing was written, so no folder
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -230,8 +246,17 @@ def test_flights_without_the_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("embedfuse.data.flights.find_spec", lambda _name: None)
-    assert cli.main(["train", "--out", str(tmp_path)]) == 2
+    assert cli.main(["train", "--out", str(tmp_path / "runs" / "flights")]) == 2
     assert "pip install 'embedfuse[demo]'" in one_line(capsys.readouterr().err)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_that_are_not_there_leave_an_earlier_run_alone(tmp_path: Path) -> None:
+    command = [*TINY, "--no-compare", "--max-steps", "2", "--out", str(tmp_path)]
+    assert cli.main(command) == 0
+    assert cli.main(["train", "--data", "criteo", "--path", "no.tsv", "--out", str(tmp_path)]) == 2
+    assert (tmp_path / "metrics.json").exists()
+    assert load(tmp_path / "fused" / "checkpoint")["progress"]["finished"]
 
 
 def test_missing_extras(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from embedfuse.models.embeddings import FusedEmbeddings, Lookup, UnfusedEmbeddin
 from embedfuse.torch import Bags, load, use_backend
 from embedfuse.torch.backends import why_not
 from embedfuse.training import DivergedError, Interrupted, ResumeError, Settings
-from embedfuse.training.baseline import PENALTIES, train_baseline
+from embedfuse.training.baseline import PENALTIES, baseline_steps, train_baseline
 from embedfuse.training.compare import load_dataset
 from embedfuse.training.inputs import to_torch
 from embedfuse.training.loop import Trainer
@@ -371,12 +371,13 @@ def test_learning_rates_fall_to_zero(tmp_path: Path) -> None:
 def test_a_run_learns_what_was_planted(tmp_path: Path) -> None:
     chosen = settings(dropout=0.0)
     data = load_synthetic(SyntheticSize(rows=7000, fields=3, vocabulary_size=40, numeric=2))
-    baseline = train_baseline(data, chosen, lambda _text: None)
+    moves: list[int] = []
+    baseline = train_baseline(data, chosen, lambda _text: None, moves.append)
     quality = Trainer(small("dlrm", data, "fused"), data, chosen, tmp_path).train()
     # the product that is planted is not linear
     assert quality.auc > baseline.auc + 0.02 > 0.6
     assert quality.log_loss < baseline.log_loss
-    assert baseline.penalty in PENALTIES
+    assert baseline.penalty in PENALTIES and moves == sorted(moves) and moves[-1] == baseline_steps(data, chosen)
 
 
 @pytest.mark.parametrize(

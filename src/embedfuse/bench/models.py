@@ -53,7 +53,7 @@ def run(options: Options) -> dict[str, Any]:
     report = report_of(options, "models")
     usable = []
     for name in options.providers or MODEL_PROVIDERS:
-        reason = why_not(name, options.device)
+        reason = options.over if options.is_over() else why_not(name, options.device)
         report["providers"][name] = {"title": PROVIDERS[name], "reason": reason}
         if reason is None:
             usable.append(name)
@@ -64,8 +64,7 @@ def run(options: Options) -> dict[str, Any]:
     for modes in passes:
         for case, entry in zip(chosen, report["cases"], strict=True):
             if options.is_over():
-                reason = f"{options.budget:.0f} seconds were over"
-                report["not run"].append({"name": f"{case.name}, {', '.join(modes)}", "reason": reason})
+                report["not run"].append({"name": f"{case.name}, {', '.join(modes)}", "reason": options.over})
                 continue
             options.say(f"{case.name}, {', '.join(modes)}: {case.describe()}")
             try:
@@ -103,6 +102,9 @@ def measure(
         found = entry["providers"].setdefault(name, {})
         for mode in modes:
             if mode == "graphs":
+                continue
+            if options.is_over():
+                found[f"unsupported, {mode}"] = options.over
                 continue
             try:
                 made = Trainable(case, name, options.device)

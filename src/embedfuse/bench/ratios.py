@@ -5,7 +5,17 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from .providers import OURS, PHASES
-from .reading import Report, base_of, better_of, device_time, geometric_mean, phases_of, time_of
+from .reading import (
+    Report,
+    base_of,
+    better_of,
+    device_time,
+    geometric_mean,
+    is_busy,
+    is_disturbed,
+    phases_of,
+    time_of,
+)
 
 OTHERS = ("torch", "torch-compiled", "fbgemm", "tensorflow", "jax")
 SMALL_STEP = 10
@@ -13,14 +23,14 @@ SMALL_STEP = 10
 
 
 def ratio_rows(report: Report, phase: str, clock: str) -> Iterator[tuple[str, str, list[tuple[str, float]]]]:
-    """For each of ours and each of the others: `(ours, other, [(case, times as fast)])`."""
+    """For each of ours and each of the others: `(ours, other, [(case, times as fast)])`, without disturbed times."""
     for ours in OURS:
         for other in OTHERS:
             rivals = [other, "fbgemm-v2"] if other == "fbgemm" else [other]
             found = []
             for case in report["cases"]:
                 mine, theirs = (better_of(case, names, phase, clock) for names in ([ours], rivals))
-                if mine and theirs:
+                if mine and theirs and not is_disturbed(report, case, phase):
                     found.append((case["name"], theirs / mine))
             if found:
                 yield ours, other, found
@@ -45,14 +55,26 @@ def ratios(report: Report) -> Table:
     return table
 
 
+def warning(report: Report) -> str | None:
+    """What must be known before anything is read, if the machine had other work."""
+    phases = phases_of(report)
+    busy = [
+        case
+        for case in report["cases"]
+        if is_busy(report, case) or any(is_disturbed(report, case, phase) for phase in phases)
+    ]
+    if not busy:
+        return None
+    load = max(case.get("load") or 0 for case in busy)
+    return (
+        f"THE MACHINE WAS BUSY in {len(busy)} of {len(report['cases'])} cases (load up to {load} on "
+        f"{report['machine']['cores']} cores): distrust small differences. Times on several threads that are marked "
+        "with ! say little, and no ratios are made of them."
+    )
+
+
 def findings(report: Report) -> Iterator[str]:
     """Captured steps against the smallest graph, and what checking ids costs."""
-    loads = [case["load"] for case in report["cases"] if case.get("load") is not None]
-    if loads and not report["machine"]["device"].startswith("cuda") and max(loads) > report["machine"]["cores"]:
-        yield (
-            f"The machine was busy (load {max(loads)} on {report['machine']['cores']} cores): distrust small "
-            "differences, and all that ran on several threads"
-        )
     smallest = report.get("smallest graph ms")
     for case in report["cases"]:
         for provider in case["providers"]:
@@ -86,6 +108,9 @@ def by_case(report: Report) -> Table | None:
         cells = []
         for phase, clock in columns:
             other = better_of(case, rivals, phase, clock)
+            if is_disturbed(report, case, phase):
+                cells.append("busy")
+                continue
             mine = [better_of(case, [name], phase, clock) for name in OURS]
             cells.append(" / ".join(f"{other / own:.2f}" if other and own else "-" for own in mine))
         table.add_row(case["name"], *cells)
@@ -103,7 +128,7 @@ def scaling(report: Report) -> Iterator[str]:
             gains = []
             for case in report["cases"]:
                 one, two = (time_of(case, name, f"{phase}, {threads}") for threads in ("1 thread", "2 threads"))
-                if one and two:
+                if one and two and not is_disturbed(report, case, f"{phase}, 2 threads"):
                     gains.append(one / two)
             if gains:
                 yield f"{name}, {phase}: two threads are {geometric_mean(gains):.2f} times as fast as one"

@@ -7,6 +7,8 @@ from typing import Any
 from .providers import PHASES
 
 Report = dict[str, Any]
+MUCH_SLOWER = 5
+"""Times; a free core more makes no provider so much slower."""
 
 
 def phases_of(report: Report) -> list[str]:
@@ -22,6 +24,30 @@ def phases_of(report: Report) -> list[str]:
 def base_of(phase: str) -> str:
     """`forward` of `forward, 2 threads`."""
     return phase.split(",")[0] if "ids checked" not in phase else "forward, ids checked"
+
+
+def is_busy(report: Report, case: Report) -> bool:
+    """Whether a CPU had more to do than it has cores, while a case was timed."""
+    own = report["machine"]
+    return not own["device"].startswith("cuda") and (case.get("load") or 0) > own["cores"]
+
+
+def is_disturbed(report: Report, case: Report, phase: str) -> bool:
+    """Whether times on several threads say more of other work on the machine: all wait for the slowest thread.
+
+    The load lags behind by a minute, so a provider that is much slower on several threads than on one is a sign too.
+    """
+    if report["machine"]["device"].startswith("cuda") or not phase.endswith(" threads"):
+        return False
+    alone = phase.rpartition(", ")[0] + ", 1 thread"
+    pairs = ((time_of(case, name, phase), time_of(case, name, alone)) for name in case["providers"])
+    return is_busy(report, case) or any(several and one and several > MUCH_SLOWER * one for several, one in pairs)
+
+
+def version_of(report: Report) -> str:
+    """Of embedfuse, with the commit if that is known."""
+    own = report["machine"]
+    return f"embedfuse {own['embedfuse']}" + (f" at {own['commit']}" if own["commit"] else "")
 
 
 def time_of(case: Report, provider: str, phase: str, clock: str = "wall") -> float | None:

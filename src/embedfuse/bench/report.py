@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from .ratios import by_case, findings, hot_row, ratios, scaling
-from .reading import Report, device_time, phases_of, share_of_copy, time_of
+from .ratios import by_case, findings, hot_row, ratios, scaling, warning
+from .reading import Report, device_time, is_disturbed, phases_of, share_of_copy, time_of, version_of
 
 
 def show(report: Report, console: Console) -> None:
@@ -17,15 +17,17 @@ def show(report: Report, console: Console) -> None:
         show_models(report, console)
         return
     console.print(heading(report), highlight=False)
+    busy = warning(report)
+    if busy is not None:
+        console.print(busy, highlight=False, style="bold")
     console.print(_providers(report))
     for phase in phases_of(report):
         measured = times(report, phase)
         if measured.row_count:
             console.print(measured)
-    console.print(ratios(report))
-    table = by_case(report)
-    if table is not None:
-        console.print(table)
+    for table in (ratios(report), by_case(report)):
+        if table is not None and table.row_count:
+            console.print(table)
     for line in (*findings(report), *hot_row(report), *scaling(report)):
         console.print(line, highlight=False)
     notes = list(refusals(report))
@@ -43,7 +45,7 @@ def heading(report: Report) -> str:
     scale = "" if report["scale"] == 1 else f", sizes scaled by {report['scale']:g}"
     return (
         f"{own['processor']}{driver}; {versions}, Python {own['python']}\n"
-        f"embedfuse {own['embedfuse']} at {own['commit']}, {own['date']}{scale}; a copy moves "
+        f"{version_of(report)}, {own['date']}{scale}; a copy moves "
         f"{report['copy bytes per second'] / 1e9:,.1f} GB/s"
     )
 
@@ -78,7 +80,8 @@ def times(report: Report, phase: str) -> Table:
                 table.add_row(*cells, own.get("error", ""))
                 continue
             wall = own["wall"]
-            cells += [_number(wall["median"]), f"{_number(wall['q1'])}-{_number(wall['q3'])}"]
+            mark = "!" if is_disturbed(report, case, phase) else ""
+            cells += [mark + _number(wall["median"]), f"{_number(wall['q1'])}-{_number(wall['q3'])}"]
             cells.append(_number(own["host"]["median"]))
             if on_gpu:
                 kernels = "device" not in own

@@ -37,7 +37,7 @@ class Options:
         threads: numbers of CPU threads to time on.
         scale: of rows and batches.
         rounds: samples of each clock.
-        budget: seconds after which no further case begins.
+        budget: seconds after which no further case begins and no further provider is set up.
         gigabytes: most that one copy of a case's tables may take.
         graphs: whether CUDA graphs may be captured.
         commit: of the sources, where git cannot tell.
@@ -63,6 +63,11 @@ class Options:
         """Whether the time is used up."""
         return time.monotonic() - self.began > self.budget
 
+    @property
+    def over(self) -> str:
+        """The reason of what there was no time for."""
+        return f"the budget of {self.budget:g} seconds was used up"
+
 
 def check_providers(names: Sequence[str], known: Sequence[str]) -> None:
     """Raises ValueError at a name that is not known."""
@@ -80,10 +85,16 @@ def report_of(options: Options, kind: str) -> dict[str, Any]:
     torch.set_num_threads(threads if options.device.type == "cuda" else max(options.threads))
     bandwidth = machine.copy_bandwidth(options.device, elements)
     torch.set_num_threads(threads)
+    own = machine.describe(options.device, list(options.command), options.commit)
+    if options.device.type == "cpu" and (own["load"] or 0) > own["cores"]:
+        options.say(
+            f"The machine is busy already: load {own['load']} on {own['cores']} cores. Times will be too long, those "
+            "on several threads beyond use. Better wait until it is idle."
+        )
     return {
         "smallest graph ms": machine.smallest_graph(options.device) if on_gpu else None,
         "format": FORMAT, "kind": kind, "suite": options.suite, "scale": options.scale, "rounds": options.rounds,
-        "machine": machine.describe(options.device, list(options.command), options.commit),
+        "machine": own,
         "copy bytes per second": bandwidth,
         "providers": {}, "cases": [], "not run": [],
     }  # fmt: skip
@@ -110,7 +121,8 @@ def run(options: Options) -> dict[str, Any]:
     report = report_of(options, "cases")
     usable = []
     for name in options.providers or REGISTRY:
-        reason = why_not(name, options.device)
+        # some take long to import
+        reason = options.over if options.is_over() else why_not(name, options.device)
         report["providers"][name] = {"title": REGISTRY[name].title, "reason": reason}
         if reason is None:
             report["providers"][name]["version"] = version_of(name)
@@ -118,7 +130,7 @@ def run(options: Options) -> dict[str, Any]:
     refusals = Refusals()
     for case in chosen:
         if options.is_over():
-            report["not run"].append({"name": case.name, "reason": f"{options.budget:.0f} seconds were over"})
+            report["not run"].append({"name": case.name, "reason": options.over})
             continue
         case = fitting(scaled(case, options.scale), int(options.gigabytes * 2**30))
         options.say(f"{case.name}: {case.describe()}")
@@ -148,6 +160,9 @@ def measure(case: Case, names: Sequence[str], options: Options, refusals: Refusa
     for name in names:
         entry: dict[str, Any] = {}
         found["providers"][name] = entry
+        if options.is_over():
+            entry["unsupported"] = options.over
+            continue
         if name == "torch-compiled" and name not in options.providers and case.name not in COMPILED:
             entry["unsupported"] = "compiled for a few cases only, unless asked for by name"
             continue
@@ -187,7 +202,9 @@ def measure(case: Case, names: Sequence[str], options: Options, refusals: Refusa
         phases[job.name + threads] = results(job)
     found["load"] = machine.load()
     found["seconds"] = {"checking": round(checked - began, 1), "timing": round(time.monotonic() - checked, 1)}
-    options.say(_summary(found))
+    summary = _summary(found)
+    if summary:
+        options.say(summary)
     return found
 
 

@@ -181,8 +181,8 @@ def train(
 ) -> None:
     """Train a ranker, test it on held-out rows, and compare fused embeddings with plain PyTorch ones.
 
-    Shows loss and rows per second on the way. Ctrl-C stops after the step under way and keeps a checkpoint; --resume
-    goes on from there.
+    Without options about 4 minutes on 2 idle cores. Shows loss and rows per second on the way. Ctrl-C stops after the
+    step under way and keeps a checkpoint; --resume goes on from there.
 
     \b
     Examples:

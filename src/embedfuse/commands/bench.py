@@ -30,9 +30,13 @@ def bench(
     providers: Annotated[str | None, typer.Option(help="Names, likewise. [default: all that are installed]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. [default: cuda if there is one]")] = None,
     threads: Annotated[str, typer.Option(help="cpu: numbers of threads to time on.")] = "1,2",
-    scale: Annotated[float, typer.Option(help="Of rows and batches; 0.02 for a quick try.")] = 1.0,
+    scale: Annotated[
+        float, typer.Option(help="Of rows and batches. All of suite cpu takes one to three minutes at 0.02.")
+    ] = 1.0,
     rounds: Annotated[int, typer.Option(help="Samples of each clock.")] = 21,
-    budget: Annotated[float, typer.Option(help="Seconds after which no further case begins.")] = 540.0,
+    budget: Annotated[
+        float, typer.Option(help="Seconds after which no further case begins and no further provider is set up.")
+    ] = 540.0,
     gigabytes: Annotated[float, typer.Option(help="Most that one copy of a case's tables may take.")] = 24.0,
     graphs: Annotated[bool, typer.Option(help="Time the device alone by CUDA graphs.")] = True,
     commit: Annotated[str | None, typer.Option(help="Of the sources, where git cannot tell.")] = None,
@@ -44,11 +48,14 @@ def bench(
     """Time embeddings: ours, torch.nn.EmbeddingBag, and fbgemm-gpu, TensorFlow and JAX where they are installed.
 
     All take turns in one process. Each result is compared with a float64 computation first; one that is wrong gets no
-    speed, but the reason. Tables and the picture are made from the JSON.
+    speed, but the reason. Tables and the picture are made from the JSON. Run it on an idle machine; without options
+    it takes up to --budget and one case more, so about ten minutes.
 
     \b
     Examples:
-      embedfuse bench --scale 0.02                      a quick try
+      embedfuse bench --scale 0.02 --threads 1 --providers embedfuse,torch
+                                                        a quick try: about 15 seconds on a CPU
+      embedfuse bench --scale 0.02                      small sizes: one to three minutes on 2 cores
       embedfuse bench --suite cpu --out cpu.json
       embedfuse bench --cases 'tiny*' --providers embedfuse,fbgemm
       embedfuse bench --from cpu.json                   its tables and picture again

@@ -104,7 +104,9 @@ def _findings(metrics: dict[str, Any]) -> list[str]:
     verdict = "fewer" if gain > 0 else "more"
     return [
         f"After the same {metrics['settings']['steps']:,} steps the memory model needs {abs(gain):.3f} bits per byte "
-        f"{verdict}, with {memory['flops'] / plain['flops']:.0%} of the FLOPs.",
+        f"{verdict} on the held-out text. A byte takes it {memory['flops'] / 1e6:.3f} MFLOP in place of "
+        f"{plain['flops'] / 1e6:.3f}, and a step {memory['milliseconds_per_step']:.0f} ms in place of "
+        f"{plain['milliseconds_per_step']:.0f}.",
         f"Memory, on the held-out text: {use['used']:.1%} of {use['num_slots']:,} rows read, {use['top1_used']:.1%} as "
         f"the best of a query; half of all reads go to {use['hold_50']:,} rows, 90 % to {use['hold_90']:,}; KL to "
         f"uniform {use['kl']:.2f}, Gini {use['gini']:.2f}.",

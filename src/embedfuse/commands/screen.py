@@ -17,6 +17,7 @@ class RichScreen:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._title = ""
+        self._steps: int | None = None
 
     def say(self, text: str) -> None:
         """One line."""
@@ -27,7 +28,7 @@ class RichScreen:
 
     def begin(self, title: str, steps: int | None) -> None:
         """A progress bar from 0 to `steps`; one that only moves if that is unknown."""
-        self._title = title
+        self._title, self._steps = title, steps
         self._progress = Progress(
             TextColumn("[bold]{task.description:<20}"),
             BarColumn(bar_width=24),
@@ -39,7 +40,7 @@ class RichScreen:
             disable=not self._console.is_terminal,
         )
         self._progress.start()
-        self._task = self._progress.add_task(title, total=steps, count="", note="")
+        self._task = self._progress.add_task(title, total=steps, count=f"0/{steps}" if steps else "", note="")
         if not self._console.is_terminal:
             self._console.print(title, highlight=False)
 
@@ -59,7 +60,8 @@ class RichScreen:
     def move(self, steps: int) -> None:
         """Moves the bar."""
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=steps)
+            count = f"{steps}/{self._steps}" if self._steps else f"{steps}"
+            self._progress.update(self._task, completed=steps, count=count)
 
     def end(self) -> None:
         """Takes the bar away."""
@@ -69,10 +71,10 @@ class RichScreen:
 
 
 def result_table(metrics: dict[str, Any]) -> Table:
-    """One row a model: AUC, log loss, milliseconds a step, seconds."""
+    """One row a model. The regression gets no step time: its steps are of another size."""
     table = Table(title=f"{metrics['settings']['data']}: held-out rows", title_justify="left")
     table.add_column("model")
-    for column in ("AUC", "log loss", "ms per step", "seconds"):
+    for column in ("AUC", "log loss", "ms a step", "s of training"):
         table.add_column(column, justify="right")
     rows = {}
     if metrics["logistic_regression"] is not None:
@@ -81,10 +83,23 @@ def result_table(metrics: dict[str, Any]) -> Table:
     rows |= {f"{name} {kind}": model for kind, model in metrics["models"].items()}
     for title, row in rows.items():
         table.add_row(
-            title, f"{row['auc']:.4f}", f"{row['log_loss']:.4f}", f"{row['milliseconds_per_step']:.2f}",
-            f"{row['seconds']:.1f}",
+            title, f"{row['auc']:.4f}", f"{row['log_loss']:.4f}",
+            f"{row['milliseconds_per_step']:.2f}" if "steps" in row else "", f"{row['seconds']:.1f}",
         )  # fmt: skip
     return table
+
+
+def table_notes(metrics: dict[str, Any]) -> list[str]:
+    """What the last two columns of the table are."""
+    models = metrics["models"]
+    timed = "of some that both made in turn, after the training" if "unfused" in models else "of the training"
+    notes = [
+        f"ms a step: the median {timed}. s of training: all {models['fused']['steps']:,} steps as they were made, "
+        "evaluations left out. It is more than the product of both where other work kept the machine busy meanwhile."
+    ]
+    if metrics["logistic_regression"] is not None:
+        notes.append("Logistic regression: the seconds of all its fits, evaluations included.")
+    return notes
 
 
 def speed_line(metrics: dict[str, Any]) -> str | None:
@@ -97,6 +112,6 @@ def speed_line(metrics: dict[str, Any]) -> str | None:
         for name in ("milliseconds_per_step", "embedding_milliseconds")
     )
     return (
-        f"Unfused time / fused time, steps made in turn: {whole:.2f} for the whole step, {part:.2f} for its embeddings "
-        "(lookup, backward and update)."
+        f"Unfused time / fused time, in steps that both made in turn: {whole:.2f} for a whole step, {part:.2f} for the "
+        "embeddings alone (lookup, backward and update of all tables, without the dense layers)."
     )

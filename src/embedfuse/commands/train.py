@@ -12,7 +12,7 @@ from ..torch.backends import select
 from ..training import DivergedError, Interrupted, ResumeError, Settings, run
 from ..training.presets import preset
 from ..training.settings import check_is_of_data
-from .screen import RichScreen, result_table, speed_line
+from .screen import RichScreen, result_table, speed_line, table_notes
 
 MISTAKE, STOPPED = 2, 130
 
@@ -80,9 +80,9 @@ def _show(console: Console, metrics: dict[str, Any], out: Path) -> None:
         for line in data["first_bad_lines"]:
             console.print(f"  {line}", highlight=False, markup=False)
     console.print(result_table(metrics))
-    line = speed_line(metrics)
-    if line is not None:
-        console.print(line, highlight=False)
+    for line in (*table_notes(metrics), speed_line(metrics)):
+        if line is not None:
+            console.print(line, highlight=False)
     console.print(
         f"Written to {out}: metrics.json, report.png, and a checkpoint in each model's folder.", highlight=False
     )

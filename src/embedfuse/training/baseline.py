@@ -36,36 +36,73 @@ class Baseline:
     penalty: float
 
 
-def train_baseline(dataset: Dataset, settings: Settings, watch: Callable[[str], None]) -> Baseline:
+def baseline_steps(dataset: Dataset, settings: Settings) -> int | None:
+    """All steps of `train_baseline`, at most; None for data read in a stream."""
+    each = dataset.train_steps(_larger_batches(dataset, settings).batch_size)
+    if each is None:
+        return None
+    limit = settings.max_steps
+    return (len(PENALTIES) + 1) * EPOCHS * (each if limit is None else min(each, limit))
+
+
+def train_baseline(
+    dataset: Dataset,
+    settings: Settings,
+    watch: Callable[[str], None],
+    move: Callable[[int], None] = lambda _steps: None,
+) -> Baseline:
     """Trains the regression on all training rows with the best penalty, and scores the held-out rows.
 
     Each penalty is tried on the training rows without the validation rows. Data read in a stream gets one pass with
     the middle penalty instead, since its length is unknown.
+
+    Args:
+        dataset, settings: what to learn, and the size of batches.
+        watch: called with one line before each of the trainings.
+        move: called with the steps made so far, of `baseline_steps`.
     """
     began = time.perf_counter()
-    steps = dataset.train_steps(settings.batch_size)
-    if steps is not None:
-        larger = min(LARGEST_BATCH, steps * settings.batch_size // FEWEST_STEPS)
-        settings = dataclasses.replace(settings, batch_size=max(settings.batch_size, larger))
-    if steps is None:
+    whole = baseline_steps(dataset, settings)
+    settings = _larger_batches(dataset, settings)
+    # a training without the validation rows is shorter, so each starts where it would if it were not
+    each, made = (whole or 0) // (len(PENALTIES) + 1), 0
+    if whole is None:
         penalty, epochs = PENALTIES[1], 1
+        watch(f"one pass, penalty {penalty:g}")
     else:
         epochs = EPOCHS
         trials = []
-        for penalty in PENALTIES:
-            watch(f"penalty {penalty:g}")
-            model, _ = _fit(dataset, settings, penalty, epochs, validate=True)
+        for number, penalty in enumerate(PENALTIES):
+            watch(f"fit {number + 1} of {len(PENALTIES) + 1}, penalty {penalty:g}")
+            model, _ = _fit(dataset, settings, penalty, epochs, move, number * each, validate=True)
             quality = evaluate(model, dataset.validation_batches(EVALUATION_BATCH), CPU)
             trials.append((quality.log_loss, penalty))
         penalty = min(trials)[1]
-    watch(f"penalty {penalty:g}, all training rows")
-    model, milliseconds = _fit(dataset, settings, penalty, epochs, validate=False)
+        made = len(PENALTIES) * each
+        watch(f"fit {len(PENALTIES) + 1} of {len(PENALTIES) + 1}, penalty {penalty:g}")
+    model, milliseconds = _fit(dataset, settings, penalty, epochs, move, made, validate=False)
     quality = evaluate(model, dataset.test_batches(EVALUATION_BATCH), CPU)
     return Baseline(quality.auc, quality.log_loss, milliseconds, round(time.perf_counter() - began, 2), penalty)
 
 
+def _larger_batches(dataset: Dataset, settings: Settings) -> Settings:
+    """The settings with batches as large as are good for it."""
+    steps = dataset.train_steps(settings.batch_size)
+    if steps is None:
+        return settings
+    larger = min(LARGEST_BATCH, steps * settings.batch_size // FEWEST_STEPS)
+    return dataclasses.replace(settings, batch_size=max(settings.batch_size, larger))
+
+
 def _fit(
-    dataset: Dataset, settings: Settings, penalty: float, epochs: int, validate: bool
+    dataset: Dataset,
+    settings: Settings,
+    penalty: float,
+    epochs: int,
+    move: Callable[[int], None],
+    before: int,
+    *,
+    validate: bool,
 ) -> tuple[LogisticRegression, float]:
     """A regression after some epochs of Adam, its rate falling to 0, and the milliseconds of a step."""
     model = LogisticRegression(dataset.schema)
@@ -84,6 +121,7 @@ def _fit(
             (loss + penalty * torch.stack([weight.square().sum() for weight in weights]).sum()).backward()
             optimizer.step()
             steps += 1
+            move(before + steps)
     return model, round((time.perf_counter() - began) * 1000 / max(steps, 1), 3)
 
 

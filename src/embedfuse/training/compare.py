@@ -19,7 +19,7 @@ from ..data import SyntheticSize, load_flights, load_synthetic
 from ..data.schema import Dataset
 from ..models import ModelOptions, build_model
 from ..torch.backends import select
-from .baseline import Baseline, train_baseline
+from .baseline import PENALTIES, Baseline, baseline_steps, train_baseline
 from .checkpoints import ResumeError
 from .loop import Report, Trainer
 from .plots import draw
@@ -86,7 +86,7 @@ def run(settings: Settings, out: Path, screen: Screen, resume: bool = False) -> 
 
     Args:
         settings: the run.
-        out: folder of its files, made if missing.
+        out: folder of its files, made as soon as there is something to write.
         screen: where it tells how it goes.
         resume: continue the run whose checkpoints are in `out`; what is finished there is not done again.
 
@@ -97,11 +97,12 @@ def run(settings: Settings, out: Path, screen: Screen, resume: bool = False) -> 
     kinds = KINDS if settings.compare else KINDS[1:]
     if resume and not any((out / kind / "checkpoint").exists() for kind in kinds):
         raise ResumeError(f"`--resume` needs a checkpoint, and there is none in {str(out)!r}: start without it first")
+    # first of all, so that data that are not there leave everything as it is
+    dataset = load_dataset(settings)
     if not resume:
         _clear(out, screen)
-    out.mkdir(parents=True, exist_ok=True)
-    dataset = load_dataset(settings)
     screen.say(_introduction(dataset, settings))
+    screen.say(_plan(settings))
     baseline = _baseline(dataset, settings, out, screen, resume) if settings.compare else None
     results = [_trained(kind, dataset, settings, out, screen, resume) for kind in kinds]
     if settings.compare:
@@ -113,7 +114,7 @@ def run(settings: Settings, out: Path, screen: Screen, resume: bool = False) -> 
         "logistic_regression": None if baseline is None else asdict(baseline),
         "models": {result.kind: asdict(result) for result in results},
     }
-    (out / METRICS).write_text(json.dumps(_without_nan(metrics), indent=1, allow_nan=False), encoding="utf-8")
+    _write(out / METRICS, _without_nan(metrics))
     draw(metrics, out / PICTURE)
     return metrics
 
@@ -155,7 +156,7 @@ def _trained(kind: Kind, dataset: Dataset, settings: Settings, out: Path, screen
         trainer.clock.medians(),
         progress.curve,
     )
-    (folder / "result.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+    _write(folder / "result.json", asdict(result))
     return result
 
 
@@ -180,13 +181,18 @@ def _baseline(dataset: Dataset, settings: Settings, out: Path, screen: Screen, r
     file = out / BASELINE
     if resume and file.exists():
         return Baseline(**json.loads(file.read_text(encoding="utf-8")))
-    screen.begin("logistic regression", None)
+    screen.begin("logistic regression", baseline_steps(dataset, settings))
     try:
-        baseline = train_baseline(dataset, settings, screen.say)
+        baseline = train_baseline(dataset, settings, screen.say, screen.move)
     finally:
         screen.end()
-    file.write_text(json.dumps(asdict(baseline), indent=1), encoding="utf-8")
+    _write(file, asdict(baseline))
     return baseline
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def _without_nan(value: Any) -> Any:
@@ -220,6 +226,21 @@ def _introduction(dataset: Dataset, settings: Settings) -> str:
             f"{text} on {facts['test_days']} whole days"
         )
     return text
+
+
+def _plan(settings: Settings) -> str:
+    """What comes in which order, and how long it takes if that is known."""
+    if not settings.compare:
+        return "To come: the training of the fused model, with evaluations on the way. No comparison."
+    plan = (
+        f"To come, in this order: a logistic regression ({len(PENALTIES) + 1} fits, to choose its penalty), the "
+        f"unfused {settings.model}, the fused one, and {2 * STEPS} steps of both in turn, to time them."
+    )
+    if settings.data == "criteo":
+        plan = plan.replace(f" ({len(PENALTIES) + 1} fits, to choose its penalty)", "")
+    if settings.data == "flights" and settings.model == "dlrm" and settings.max_steps is None:
+        plan += " With the default sizes that takes about 4 minutes on 2 idle cores, much longer on busy ones."
+    return plan
 
 
 def _machine(settings: Settings) -> dict[str, Any]:
