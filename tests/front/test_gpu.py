@@ -252,3 +252,27 @@ def test_move_to_the_gpu_and_back():
 def test_jagged_inputs_pinned_and_moved():
     bags = random_bags(30, 5, torch.Generator().manual_seed(0)).pin_memory().to("cuda", non_blocking=True)
     assert bags.ids.is_cuda and bags.offsets.is_cuda
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hot", [0.0, 0.5])
+def test_large_updates_repeat_bit_for_bit(hot, dtype):
+    # so many ids that long runs are summed on a stream of their own
+    table = embedfuse.TableConfig(5000, 40, combiner="sum", dtype=dtype, optimizer=embedfuse.RowWiseAdagrad(0.1))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5000, (1 << 18,), generator=generator)
+    ids[torch.rand(len(ids), generator=generator) < hot] = 7
+    bags = Bags(ids, torch.arange(0, len(ids) + 1, 64)).to("cuda")
+    gradients = torch.randn(len(bags), 40, generator=generator).to("cuda", getattr(torch, dtype))
+    results = []
+    for _ in range(4):
+        torch.manual_seed(0)
+        collection = EmbeddingCollection({"f": embedfuse.FeatureConfig(table)}, device="cuda")
+        optimizer = FusedOptimizer(collection)
+        for _ in range(3):
+            collection({"f": bags})["f"].backward(gradients)
+            optimizer.step()
+        results.append(collection.tables["table_0"].detach().clone())
+    assert results[0].isfinite().all()
+    for other in results[1:]:
+        assert torch.equal(results[0], other)
