@@ -7,17 +7,13 @@ times are medians of wall time. Before anything is timed, both sides are compare
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from clocks import about, timed
 from torch import Tensor
 
 import embedfuse
@@ -78,16 +74,6 @@ def batch_of(length: int, seed: int, device: torch.device) -> dict[str, Bags]:
     }
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def measure(length: int, rounds: int, device: torch.device) -> dict[str, Any]:
     ours = Ours(device)
     theirs = PerTable(ours.tables())
@@ -132,15 +118,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     device = torch.device(options.device)
-    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
-    processor = torch.cuda.get_device_name() if device.type == "cuda" else cpu
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": processor,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "embedfuse": embedfuse.__version__,
-        "python": platform.python_version(),
+        **about(device),
         "shape": f"{TABLES} tables x {ROWS} rows x dim {DIM}, float32, batch {BATCH}, uniform ids, sum, Adagrad",
         "cases": [],
     }

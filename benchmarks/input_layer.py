@@ -18,18 +18,15 @@ Before anything is timed, all sides are compared: outputs, and tables after a tr
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from clocks import about, timed
 from torch import Tensor, nn
 
 import embedfuse
@@ -103,16 +100,6 @@ def batch_of(rows: int, batch: int, seed: int, device: torch.device) -> dict[str
     return made
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def check(sides: dict[str, Side], batch: Any, gradient: Tensor) -> None:
     """Raises unless all sides have the same outputs, and the same tables after a step."""
     with torch.no_grad():
@@ -171,14 +158,8 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=list(DIMS))
     options = parser.parse_args()
     device = torch.device(options.device)
-    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "embedfuse": embedfuse.__version__,
-        "python": platform.python_version(),
+        **about(device),
         "shape": f"{FEATURES} tables x {options.rows} rows, float32, batch {options.batch}, 1 to {MOST} ids a bag",
         "cases": [],
     }

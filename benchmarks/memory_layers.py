@@ -19,18 +19,15 @@ Before it is timed, each result is compared with PyTorch's. `GB/s` counts every 
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from clocks import about, timed
 from torch import Tensor
 
 import embedfuse
@@ -67,24 +64,14 @@ CASES = [
 ]
 
 
-def median_ms(run: Run, device: torch.device, rounds: int) -> float:
-    """Median wall time of one call."""
-    return take_turns({"it": run}, device, rounds)["it"]
-
-
 def take_turns(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str, float]:
     """Median milliseconds of each, in turns, after two rounds to warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 2):
         for name, run in runs.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            spent = timed(run, device)
             if number >= 2:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(spent)
     return {name: round(statistics.median(values) * 1e3, 4) for name, values in times.items()}
 
 
@@ -277,10 +264,7 @@ def main() -> None:
     default = ",".join(case.name for case in CASES) if gpu else "pkm_2048,tiny"
     chosen = (options.cases or default).split(",")
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {os.cpu_count()} cores",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "embedfuse": embedfuse.__version__,
-        "python": platform.python_version(), "cases": [],
+        **about(device), "cases": [],
     }  # fmt: skip
 
     def add(row: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ the device, the constants, and of each argument its type and class. Where this f
 through Triton's call and meets the same compiled kernel.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,16 @@ class _Compiled(NamedTuple):
 
 
 _known: dict[tuple[Any, ...], _Compiled] = {}
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 # another Triton may keep these elsewhere; then every call is Triton's own

@@ -24,7 +24,7 @@ from ...plan import FROZEN
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, device_errors
 from .compact import compact_row_grad
 from .descriptor_facts import alignment, feature_facts, known_columns, table_facts
-from .launching import launch
+from .launching import launch, on_device
 from .sorted_runs import ceil_div, sorted_runs
 from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, finish, grad_align, rows_align
 
@@ -41,7 +41,6 @@ JOINED = 512
 """Bags of one program of `join_offsets`."""
 PREPARED = 256
 """Ids, or bags, to a program of `kernels/prepare_ids.py`."""
-_NOTHING = contextlib.nullcontext()
 
 
 class TritonBackend:
@@ -90,7 +89,7 @@ class TritonBackend:
         if facts.clipped:
             config = configs.whole_rows(config, facts.widest)
         programs = count * ceil_div(csr.bags, config.lanes) if config.short else count * csr.bags
-        with _on(table.device), _checking(table.device, policy) as bad:
+        with on_device(table.device), _checking(table.device, policy) as bad:
             launch(
                 pooled_short_kernel if config.short else pooled_long_kernel,
                 (programs, ceil_div(facts.widest, config.block_d)), (
@@ -123,7 +122,7 @@ class TritonBackend:
         if facts.clipped:
             config = configs.whole_rows(config, facts.widest)
         grid = (count * ceil_div(csr.bags, config.lanes), ceil_div(facts.widest, config.block_d))
-        with _on(table.device), _checking(table.device, policy) as bad:
+        with on_device(table.device), _checking(table.device, policy) as bad:
             launch(
                 max_kernel, grid, (
                     table, features, csr.ids, csr.offsets, csr.weights, out, winners, bad,
@@ -146,7 +145,7 @@ class TritonBackend:
         facts = feature_facts(features)
         config = configs.coefficient_config(facts.widest, csr.ids.shape[0] / (count * csr.bags))
         normalised = scale.shape[0] != 0
-        with _on(table.device):
+        with on_device(table.device):
             launch(
                 coefficient_grad_kernel, (count * csr.bags,), (
                     table, features, csr.ids, csr.offsets, csr.weights, scale if normalised else None, grad, out,
@@ -178,7 +177,7 @@ class TritonBackend:
             return made
         described = None if shards is None else shards.described.contiguous()
         programs = ceil_div(number, PREPARED) + ceil_div(total + 1, PREPARED)
-        with _on(device), _checking(device, policy) as bad:
+        with on_device(device), _checking(device, policy) as bad:
             launch(
                 prepare_ids_kernel, (programs,), (
                     features, csr.ids, csr.offsets, csr.weights, described, made.rows, made.starts, made.offsets,
@@ -199,7 +198,7 @@ class TritonBackend:
         out = torch.empty(count * bags + 1, dtype=torch.int64, device=offsets.device)
         if count == 0 or bags == 0:
             return out.zero_()
-        with _on(offsets.device):
+        with on_device(offsets.device):
             launch(
                 join_offsets_kernel, (count * ceil_div(bags, JOINED),), (offsets.contiguous(), out), (count, bags), 4,
                 {"BAGS": JOINED, "AHEAD": 128},
@@ -266,7 +265,7 @@ class TritonBackend:
         csr = _contiguous(csr)
         facts = table_facts(tables)
         config = self._update_config(facts.widest)
-        with _on(grad.device):
+        with on_device(grad.device):
             runs = sorted_runs(features, tables, facts, csr, scale, grad, config, target.mode != STORE_SUMS)
             finish(target, tables, facts, runs, grad, winners, known_columns(features), config)
 
@@ -279,13 +278,6 @@ def _contiguous(csr: Csr) -> Csr:
         None if weights is None else weights.to(torch.float32).contiguous(),
         csr.bags,
     )
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
 
 
 @contextlib.contextmanager

@@ -1,19 +1,15 @@
 """Launches of the Triton kernels of memory layers: `product_topk` and `expert_lookup`."""
 
-import contextlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...kernels.configs import power_of_two
 from ...kernels.expert import GELU, IDENTITY, RELU, SILU, expert_kernel
 from ...kernels.product_topk import product_topk_kernel
+from .launching import OPTIONS, on_device
 
 ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU, "identity": IDENTITY}
 
-OPTIONS = {"enable_fp_fusion": True}
-"""Of every launch; Triton 3.9 warns where this is not said."""
 WIDE_WORD = 16
 """Bytes of the widest load."""
 MOST = 256
@@ -34,7 +30,7 @@ def product_topk(scores_a: Tensor, scores_b: Tensor, k: int) -> tuple[Tensor, Te
     values = torch.empty((rows, k_b), dtype=torch.float64, device=scores_a.device)
     places = torch.empty((rows, k_b), dtype=torch.int32, device=scores_a.device)
     # two rows to a warp take 10 % longer, two warps to a row 80 % (H200, k = 32 of 512 and 512, 2026-11)
-    with _on(scores_a.device):
+    with on_device(scores_a.device):
         product_topk_kernel[(rows,)](
             scores_a, scores_b, values, places, scores, ids, rows, n, m, scores_a.stride(0), scores_b.stride(0), K=k,
             K_A=k_a, K_B=k_b, K_OUT=power_of_two(k), N=power_of_two(n), M=power_of_two(m), ROWS=1,
@@ -58,7 +54,7 @@ def expert_lookup(
     gates = None if gate is None else torch.empty_like(dots)
     block_d = min(max(power_of_two(dim), 4), 512)
     block_out = min(max(power_of_two(out_dim), 4), 512)
-    with _on(x.device):
+    with on_device(x.device):
         expert_kernel[(bags,)](
             x, down, None if gate is None else gate.contiguous(), up, ids, scores, dots, gates, out, places, rows, dim,
             out_dim, x.stride(0), HAS_GATE=gate is not None, ACTIVATION=ACTIVATIONS[activation],
@@ -75,8 +71,3 @@ def _alignment(tensor: Tensor, *steps: int) -> int:
     for step in steps:
         together |= step
     return min(together & -together or WIDE_WORD, WIDE_WORD // tensor.element_size())
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
