@@ -35,36 +35,38 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def run_tests(seconds: float, workers: int) -> dict[str, Any]:
-    """Outcomes of the tests that need a GPU; complete or not, with the names of those that failed."""
+def run_tests(seconds: float, workers: int, log: Path) -> dict[str, Any]:
+    """Outcomes of the tests that need a GPU, complete or not, with the names of those that failed; what it said is in `log`."""
     command = [
         sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-n", str(workers), "-p", "no:cacheprovider", "-W", "ignore",
-        "--tb=line", "tests",
+        "--tb=short", "--durations=25", "tests",
     ]  # fmt: skip
     counts: Counter[str] = Counter()
     failed: list[str] = []
-    lines: list[str] = []
     start = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     complete = True
+    written = log.open("w")
     for line in process.stdout:
-        lines.append(line)
+        written.write(line)
         for outcome, test in OUTCOME.findall(line):
             # the summary repeats those that failed
             if outcome in ("FAILED", "ERROR"):
                 if test in failed:
                     continue
                 failed.append(test)
+                print(outcome, test, flush=True)
             counts[outcome.lower()] += 1
         if time.monotonic() - start > seconds:
             process.kill()
             complete = False
             break
     process.wait()
+    written.close()
     return {
         "what": "pytest -m gpu tests", "complete": complete, **counts, "failed tests": failed,
-        "seconds": round(time.monotonic() - start, 1), "end": lines[-40:] if failed else [],
+        "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
 
 
@@ -91,9 +93,9 @@ def main() -> int:
             print(f"{step}: no time left", flush=True)
             continue
         if step == "tests":
-            found = {**about, **run_tests(left, options.workers)}
+            found = {**about, **run_tests(left, options.workers, options.out / "h200-tests.log")}
             (options.out / "h200-tests.json").write_text(json.dumps(found, indent=1) + "\n")
-            print({key: value for key, value in found.items() if key != "end"}, flush=True)
+            print({key: value for key, value in found.items() if key != "failed tests"}, flush=True)
             status |= bool(found["failed tests"])
             continue
         arguments = [str(options.out / part) if part.endswith(".json") else part for part in STEPS[step]]
