@@ -86,6 +86,7 @@ def test_export_of_inference():
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("most", [None, 0.7])
+@pytest.mark.filterwarnings("ignore:a collection with update:UserWarning")
 def test_opcheck(weighted, most):
     collection = three_features(update="autograd", max_norm=most)
     (group,) = collection._groups
@@ -95,7 +96,7 @@ def test_opcheck(weighted, most):
     ids, offsets, weights, bags = assemble(collection._parts(inputs), torch.float32)
     if weights is not None:
         weights.requires_grad_()
-    _number, launch = collection._launch(0, (1, 1, 1))
+    number, launch = collection._launch(0, (1, 1, 1))
     tables, starts, size = (
         [t.detach().requires_grad_() for t in collection.tables.values()],
         group.arena.starts,
@@ -123,12 +124,12 @@ def test_opcheck(weighted, most):
     torch.library.opcheck(ops.coefficient_grad.default, ([flat.detach()], [0], size, *plain, grad.detach(), bags, None))
     anchor = torch.zeros(1, requires_grad=True)
     torch.library.opcheck(
-        ops.lookup_for_update.default, (anchor, flat.detach(), *common, "drop", 0, 1, False),
+        ops.lookup_for_update.default, (anchor, flat.detach(), *common, "drop", number, 1, False),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )  # fmt: skip
     torch.library.opcheck(
         ops.finish_backward.default,
-        (anchor.detach(), grad.detach(), flat.detach(), *rest, bags, weights is not None, 0, 1, False),
+        (anchor.detach(), grad.detach(), flat.detach(), *rest, bags, weights is not None, number, 1, False),
     )
 
 

@@ -70,7 +70,8 @@ def fold_kernel(
 def join_kernel(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip,
     p_keys, p_list_counts, p_cuts, p_cut_tables, p_partials, p_folds, p_source, number, stride, rule_number,
-    RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
+    RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
+    SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr,
     SOURCE_ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr,
     CHUNK: tl.constexpr, FOLD: tl.constexpr, JOIN: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -122,6 +123,6 @@ def join_kernel(
         finish(
             p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column,
             row * 0 + position, live, mask, g, w, s0, s1,
-            RULE, MODE, SLOT0, SLOT1, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
         )  # fmt: skip
         turn += tl.num_programs(0)

@@ -67,7 +67,8 @@ def load_rows(
 @triton.jit
 def step_rows(
     p_table, p_slots, p_tables, p_hyper, p_steps, table, row, dim, column, live, mask, g, w, s0, s1,
-    RULE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
+    RULE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr, ALIGN: tl.constexpr,
+    SLOT_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One step of rows whose gradient is complete."""
     p_own = p_hyper + table * 16
@@ -81,8 +82,8 @@ def step_rows(
     high = tl.load(p_own + 5).to(tl.float32)
     w = tl.where(w < low, low, tl.where(w > high, high, w))
     o_row = tl.multiple_of((table_offset(p_tables, table) + row * dim)[:, None], [ALIGN, ALIGN])
-    if p_table.dtype.element_ty != tl.float32:
-        # the seed of stochastic rounding, 0 for none (optim/base.py: ROUNDING_SEED)
+    if AT_RANDOM and p_table.dtype.element_ty != tl.float32:
+        # the seed of stochastic rounding, 0 for tables without (optim/base.py: ROUNDING_SEED)
         seed = tl.load(p_own + 15).to(tl.int64)
         element = (row * dim)[:, None] + column[None, :]
         lost: tl.constexpr = 16 if p_table.dtype.element_ty == tl.bfloat16 else 13
@@ -118,8 +119,9 @@ def uncut(
 def finish(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column, place, live, mask,
     g, w, s0, s1,
-    RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr,
-    CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
+    RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
+    SLOT_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """What becomes of complete gradients; `place` is where the mode of norms puts each."""
     if CLIPPED:
@@ -129,7 +131,7 @@ def finish(
     if MODE == 0:
         step_rows(
             p_table, p_slots, p_tables, p_hyper, p_steps, table, row, dim, column, live, mask, g, w, s0, s1,
-            RULE, SLOT0, SLOT1, ALIGN, SLOT_ALIGN,
+            RULE, SLOT0, SLOT1, AT_RANDOM, ALIGN, SLOT_ALIGN,
         )  # fmt: skip
     elif MODE == 1:
         o_row = tl.multiple_of((table_offset(p_tables, table) + row * dim)[:, None], [ALIGN, ALIGN])

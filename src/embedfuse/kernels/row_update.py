@@ -49,7 +49,8 @@ def segments_kernel(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_sources,
     p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_counts, p_partials, p_source,
     grad_column, stride, rule_number,
-    RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
+    RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
+    SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
     GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -121,7 +122,7 @@ def segments_kernel(
         finish(
             p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column, start,
             whole, m_whole, g, w, s0, s1,
-            RULE, MODE, SLOT0, SLOT1, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
         )  # fmt: skip
         tag_of_first, start, end, tag = tag_of_next, start_1, end_1, tag_1
         next_tag, local, source = next_tag_1, local_1, source_1
@@ -144,7 +145,8 @@ def long_kernel(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_sources,
     p_coefficients, p_starts, p_tags, p_rows, p_list_counts, p_long, p_partials, p_source,
     grad_column, stride, rule_number,
-    RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, SEVERAL_RULES: tl.constexpr,
+    RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
+    SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
     GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr, TERMS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -197,6 +199,6 @@ def long_kernel(
         finish(
             p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column,
             row * 0 + start, live, mask, g, w, s0, s1,
-            RULE, MODE, SLOT0, SLOT1, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
         )  # fmt: skip
         start, end, tag, next_tag, local = start_1, end_1, tag_1, next_tag_1, local_1

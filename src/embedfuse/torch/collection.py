@@ -14,7 +14,7 @@ from ..optim import Optimizer, resolve
 from ..plan import PlannedFeature
 from . import ledger as ledgers
 from .backends import Policy, accumulation_dtype
-from .compiling import constant_in_graphs
+from .compiling import constant_in_graphs, is_exporting
 from .functions import Layout, LookupForUpdate, PooledLookup, call, is_transformed, is_watched
 from .initializers import initialize
 from .layout import Launch, Part, assemble, part_of, plan_launch, planned_feature, planned_table, without_fillers
@@ -205,7 +205,7 @@ class EmbeddingCollection(nn.Module):
         slot_number, launch = self._launch(
             number, tuple(part.copies for part in parts), tuple(part.is_sequence for part in parts)
         )
-        if torch.compiler.is_exporting():
+        if is_exporting():
             # an exported program outlives the collection
             slot_number = 0
         policy: Policy = self.out_of_range

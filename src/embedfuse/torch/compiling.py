@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -16,6 +17,12 @@ def constant_in_graphs(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_in_graphs
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which the Dynamo of torch 2.11 takes for true whenever it compiles."""
+    return torch.compiler.is_exporting()
 
 
 def mark_dynamic(*tensors: Tensor | None) -> None:

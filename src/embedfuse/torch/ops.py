@@ -151,7 +151,7 @@ def finish_backward(
             csr = Csr(ids.clone(), offsets.clone(), None if weights is None else weights.clone(), bags)
             scale, grad = scale.clone(), grad.clone()
         slot.ledger.add(ledger.Record(slot.group, slot.launch, csr, scale, grad, owned))
-    elif owner:
+    else:
         raise RuntimeError(
             "backward came to a lookup whose EmbeddingCollection is gone, so nobody can use the gradient: keep the "
             'collection until backward, or use update="autograd" inside of torch.func transforms'

@@ -31,6 +31,7 @@ class GroupState:
 
     Attributes:
         optimizers: one for each table.
+        at_random: whether any table rounds stochastically.
         modes: for each table, whether its "rows" step once, once for "each" contribution, or "all" of them.
         rules: the distinct row rules among them.
         slots: all slots of all tables, flat, float32 (float64 for float64 tables).
@@ -43,6 +44,7 @@ class GroupState:
 
     def __init__(self, arena: Arena, optimizers: Sequence[Optimizer], seeds: Sequence[int]) -> None:
         self.arena, self.optimizers, self._seeds = arena, list(optimizers), list(seeds)
+        self.at_random = any(seeds)
         self.modes = [_mode(optimizer) for optimizer in optimizers]
         self.rules = list(dict.fromkeys(optimizer.kernel_class() for optimizer in optimizers))
         self._descriptors = arena.descriptors.copy()

@@ -151,8 +151,9 @@ def _update(
     state: GroupState, features: Tensor, tables: Tensor, grad_scale: Tensor | None, skip: Tensor | None
 ) -> Update:
     return Update(
-        state.arena.buffer, features, tables, state.rules, state.slots, state.hyper, state.steps, grad_scale, skip
-    )
+        state.arena.buffer, features, tables, state.rules, state.slots, state.hyper, state.steps, grad_scale, skip,
+        state.at_random,
+    )  # fmt: skip
 
 
 def _one_by_one(features: Tensor, csr: Csr) -> list[Tensor]:

@@ -129,7 +129,7 @@ class Engine:
             self.table, self.features, torch.from_numpy(tables).to(work.device), [rule.kernel_class()],
             torch.zeros(max(size, 1), device=work.device),
             torch.tensor([rule.hyper(rule.current_learning_rate())] * len(shapes), dtype=torch.float64).to(work.device),
-            torch.zeros(len(shapes), dtype=torch.int64, device=work.device),
+            torch.zeros(len(shapes), dtype=torch.int64, device=work.device), at_random=False,
         )  # fmt: skip
         self.backend = select(work.device, self.table.dtype)
         self.csrs = {id(b): Csr(b.ids, b.offsets, b.weights, case.bags) for b in (*work.batches, work.again)}

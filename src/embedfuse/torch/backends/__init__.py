@@ -90,6 +90,7 @@ class Update:
     steps: Tensor  # int64 [T]: number of the step being made, from 1
     grad_scale: Tensor | None = None  # float32 scalar the gradient is multiplied by
     skip: Tensor | None = None  # float32 scalar: if not 0, nothing is written
+    at_random: bool = True  # False: no table rounds stochastically, whose seed in `hyper` need not be read
 
 
 class Backend(Protocol):

@@ -1,6 +1,7 @@
 """Ids of a batch → sorted runs of equal rows on the device: the first half of every op that sums gradients by row.
 
-Launches: keys, sort, segments; a fixed number, whatever the number of tables, features and ids.
+Launches: keys, sort, segments; a fixed number, whatever the number of tables and features. Few ids are sorted by the
+kernel that makes their keys.
 """
 
 from dataclasses import dataclass
@@ -117,16 +118,21 @@ def sorted_runs(
     sources, coefficients = made.pop("position_sources"), made.pop("position_coefficients")
     # by itself: what was sorted need not be kept
     keys = torch.empty(number, dtype=key_kind, device=csr.ids.device)
+    few = next((size for size in config.few if number <= size), None)
+    order = None if few is None else torch.empty(number, dtype=torch.int64, device=csr.ids.device)
     launch(
-        key_kernel, (ceil_div(number, config.keys),), (
-            features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, sources,
+        key_kernel, (ceil_div(number, few or config.keys),), (
+            features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, order, sources,
             coefficients if has_scale else None, made["list_counts"],
-        ), (number, csr.bags, total_bags, feature_count, facts.rows, grad.stride(0), grad.stride(1)), 4, {
+        ), (number, csr.bags, total_bags, feature_count, facts.rows, grad.stride(0), grad.stride(1)),
+        max((few or config.keys) // 128, 1), {
             "HAS_WEIGHTS": csr.weights is not None, "HAS_SCALE": has_scale,
-            "HAS_FROZEN": learners_only and FROZEN in facts.rules, "BLOCK": config.keys,
+            "HAS_FROZEN": learners_only and FROZEN in facts.rules, "SORT": few is not None,
+            "BLOCK": few or config.keys,
         },
     )  # fmt: skip
-    keys, order = torch.sort(keys, stable=True)
+    if order is None:
+        keys, order = torch.sort(keys, stable=True)
     unsorted = coefficients if has_scale else csr.weights
     sorted_coefficients = made.pop("coefficients")
     runs = SortedRuns(

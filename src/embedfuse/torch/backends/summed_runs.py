@@ -60,7 +60,8 @@ def finish(
     grad_scale, skip = (update.grad_scale, update.skip) if update else (None, None)
     source = target.source if facts.clipped else None
     common: dict[str, Any] = {
-        "MODE": target.mode, "SEVERAL_RULES": len(target.rules) > 1, "HAS_GRAD_SCALE": grad_scale is not None,
+        "MODE": target.mode, "AT_RANDOM": update is not None and update.at_random,
+        "SEVERAL_RULES": len(target.rules) > 1, "HAS_GRAD_SCALE": grad_scale is not None,
         "HAS_SKIP": skip is not None, "CLIPPED": facts.clipped, "ALIGN": rows_align(target.starts, target.out),
         "SOURCE_ALIGN": 1 if source is None else rows_align(target.sources, source),
         "SLOT_ALIGN": min(target.slots, WIDE_WORD // 4), "DIM_ALIGN": facts.dims, "CHUNK": config.chunk,

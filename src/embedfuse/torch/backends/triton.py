@@ -282,12 +282,12 @@ def _contiguous(csr: Csr) -> Csr:
 
 @contextlib.contextmanager
 def _checking(device: torch.device, policy: Policy) -> Any:
-    """The word that kernels write bad ids to, or None if nobody asks; raises afterwards what is known by then."""
+    """The word that kernels write bad ids to, or None if nobody asks; on a GPU raises first what earlier ones wrote."""
     if policy != "raise":
         yield None
     elif device.type == "cuda":
-        yield device_errors.flag(device)
         device_errors.report(device)
+        yield device_errors.flag(device)
     else:
         word = torch.zeros(1, dtype=torch.int64)
         yield word

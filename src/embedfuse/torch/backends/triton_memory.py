@@ -6,7 +6,7 @@ from torch import Tensor
 from ...kernels.configs import power_of_two
 from ...kernels.expert import GELU, IDENTITY, RELU, SILU, expert_kernel
 from ...kernels.product_topk import product_topk_kernel
-from .launching import OPTIONS, on_device
+from .launching import launch, on_device
 
 ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU, "identity": IDENTITY}
 
@@ -24,17 +24,20 @@ def product_topk(scores_a: Tensor, scores_b: Tensor, k: int) -> tuple[Tensor, Te
     if k > MOST or max(n, m) > WIDEST:
         return None
     scores_a, scores_b = (x if x.stride(1) == 1 else x.contiguous() for x in (scores_a, scores_b))
-    k_a, k_b = power_of_two(min(k, n)), power_of_two(min(k, m))
+    # two at least: Triton 3.6 cannot sort for the best one
+    k_a, k_b = (max(power_of_two(min(k, length)), 2) for length in (n, m))
     ids = torch.empty((rows, k), dtype=torch.int64, device=scores_a.device)
     scores = scores_a.new_empty((rows, k))
     values = torch.empty((rows, k_b), dtype=torch.float64, device=scores_a.device)
     places = torch.empty((rows, k_b), dtype=torch.int32, device=scores_a.device)
     # two rows to a warp take 10 % longer, two warps to a row 80 % (H200, k = 32 of 512 and 512, 2026-11)
     with on_device(scores_a.device):
-        product_topk_kernel[(rows,)](
-            scores_a, scores_b, values, places, scores, ids, rows, n, m, scores_a.stride(0), scores_b.stride(0), K=k,
-            K_A=k_a, K_B=k_b, K_OUT=power_of_two(k), N=power_of_two(n), M=power_of_two(m), ROWS=1,
-            num_warps=1 if max(n, m) <= 1024 else 4, **OPTIONS,
+        launch(
+            product_topk_kernel, (rows,), (scores_a, scores_b, values, places, scores, ids),
+            (rows, n, m, scores_a.stride(0), scores_b.stride(0)), 1 if max(n, m) <= 1024 else 4, {
+                "K": k, "K_A": k_a, "K_B": k_b, "K_OUT": power_of_two(k), "N": max(power_of_two(n), 2),
+                "M": max(power_of_two(m), 2), "ROWS": 1,
+            },
         )  # fmt: skip
     return scores, ids
 
@@ -54,13 +57,18 @@ def expert_lookup(
     gates = None if gate is None else torch.empty_like(dots)
     block_d = min(max(power_of_two(dim), 4), 512)
     block_out = min(max(power_of_two(out_dim), 4), 512)
+    if bags == 0:
+        return out, dots, gates
     with on_device(x.device):
-        expert_kernel[(bags,)](
-            x, down, None if gate is None else gate.contiguous(), up, ids, scores, dots, gates, out, places, rows, dim,
-            out_dim, x.stride(0), HAS_GATE=gate is not None, ACTIVATION=ACTIVATIONS[activation],
-            ALIGN=min(_alignment(down, dim), _alignment(x, dim, x.stride(0))), OUT_ALIGN=_alignment(up, out_dim),
-            ROWS=max(2048 // block_d, 1), BLOCK_D=block_d, OUT_ROWS=max(2048 // block_out, 1), BLOCK_OUT=block_out,
-            num_warps=4, **OPTIONS,
+        launch(
+            expert_kernel, (bags,), (
+                x, down, None if gate is None else gate.contiguous(), up, ids, scores, dots, gates, out,
+            ), (places, rows, dim, out_dim, x.stride(0)), 4, {
+                "HAS_GATE": gate is not None, "ACTIVATION": ACTIVATIONS[activation],
+                "ALIGN": min(_alignment(down, dim), _alignment(x, dim, x.stride(0))),
+                "OUT_ALIGN": _alignment(up, out_dim), "ROWS": max(2048 // block_d, 1), "BLOCK_D": block_d,
+                "OUT_ROWS": max(2048 // block_out, 1), "BLOCK_OUT": block_out,
+            },
         )  # fmt: skip
     return out, dots, gates
 

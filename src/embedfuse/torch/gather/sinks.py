@@ -65,7 +65,7 @@ class IntoBuffer:
         nothing = self.buffer.new_zeros(1)
         rules = [SGD().kernel_class()]
         flat = self.buffer.detach().view(-1)
-        update = Update(flat, features, tables, rules, nothing, hyper, steps)
+        update = Update(flat, features, tables, rules, nothing, hyper, steps, at_random=False)
         with torch.no_grad():
             select(grad.device, kind).row_update(update, csr, nothing[:0], grad)
 
