@@ -77,7 +77,7 @@ class Case:
             self.table, self.features, torch.from_numpy(tables).to(DEVICE), [RowWiseAdagrad],
             torch.zeros(stride * shape.tables, device=DEVICE),
             torch.tensor([self.optimizer.hyper(0.01)] * shape.tables, dtype=torch.float64, device=DEVICE),
-            torch.ones(shape.tables, dtype=torch.int64, device=DEVICE),
+            torch.ones(shape.tables, dtype=torch.int64, device=DEVICE), at_random=False,
         )  # fmt: skip
         self.batches = [self._batch(number) for number in range(BATCHES)]
         self.no_scale = torch.empty(0, device=DEVICE)

@@ -154,7 +154,7 @@ def stepped(case: Case, ours: bool, table: Tensor, ids: Tensor, weights: Tensor,
 
 def fbgemm(case: Case, table: Tensor, ids: Tensor, weights: Tensor, upstream: Tensor) -> dict[str, Run]:
     """FBGEMM's lookup, if it is installed and serves the type."""
-    if table.device.type != "cuda":
+    if table.device.type != "cuda" or case.dtype == torch.bfloat16:
         return {}
     try:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -165,7 +165,7 @@ def fbgemm(case: Case, table: Tensor, ids: Tensor, weights: Tensor, upstream: Te
         )
     except ImportError:
         return {}
-    kind = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16, torch.bfloat16: SparseType.BF16}[case.dtype]
+    kind = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}[case.dtype]
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
         [(case.rows, case.dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)], optimizer=EmbOptimType.EXACT_SGD,
         learning_rate=0.0, weights_precision=kind, output_dtype=kind, pooling_mode=PoolingMode.SUM,

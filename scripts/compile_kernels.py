@@ -4,16 +4,22 @@ The interpreter takes code that a compiler refuses, and Triton's releases differ
 
     python scripts/compile_kernels.py record launches.json tests/test_ops.py tests/test_triton_updates.py -k triton
     python scripts/compile_kernels.py check launches.json [--capability 90] [--kernels segments_kernel,long_kernel]
+    python scripts/compile_kernels.py sweep launches.json [--capability 90] [--python other/bin/python] [--dims 64 …]
 
 `record` runs pytest with those arguments and notes every distinct launch: kernel, types, classes of numbers, constants.
 `check` needs Triton and NumPy only, of any version, e.g. in an environment of its own with the one that GPUs have.
+`sweep` notes what `embedfuse.torch.warmup` launches for tables of each width, type and optimizer, without running it,
+and then checks it, in `--python` if that is given.
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +27,81 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 TYPES = {
     "torch.float32": "*fp32", "torch.float16": "*fp16", "torch.bfloat16": "*bf16", "torch.float64": "*fp64",
-    "torch.int64": "*i64", "torch.int32": "*i32",
+    "torch.int64": "*i64", "torch.int32": "*i32", "torch.int8": "*i8",
 }  # fmt: skip
 LAUNCHERS = ("triton", "triton_memory", "sorted_runs", "summed_runs")
 """The modules of the Triton backend that launch."""
+SHARED = {80: 163, 90: 227, 100: 227}
+"""KiB of shared memory that a program may have, by capability; 99 on others."""
+
+
+DIMS = (1, 2, 3, 4, 5, 7, 8, 16, 24, 32, 48, 63, 64, 100, 128, 144, 256, 288, 512, 768, 1024, 2048, 4096)
+FEW_DIMS = (3, 64, 768, 4096)
+"""Those that every optimizer is tried with, and every other setting, so that a core needs 12 minutes and not 25."""
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Recorder:
-    """A pytest plugin that notes launches."""
+    """Notes launches; also a pytest plugin.
 
-    def __init__(self) -> None:
+    Args:
+        run: whether they are made, too.
+    """
+
+    def __init__(self, run: bool = True) -> None:
         self.launches: dict[str, str] = {}
-        self._test = ""
+        self.label = ""
+        self._run = run
+        self._replaced: list[tuple[Any, Any]] = []
 
     def pytest_runtest_setup(self, item: Any) -> None:
-        self._test = item.nodeid
+        self.label = item.nodeid
 
     def pytest_collection_finish(self) -> None:
+        self.install()
+
+    def install(self) -> None:
+        """From now on every launch is noted, under `label`."""
         launching = importlib.import_module("embedfuse.torch.backends.launching")
 
-        def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, warps: int, constants: Any, *more: Any) -> None:
-            function = getattr(kernel, "fn", kernel)
-            described = [
-                function.__module__, function.__name__,
-                [None if tensor is None else str(tensor.dtype) for tensor in tensors],
-                [launching._class_of(number) for number in numbers], warps,
-                {name: _name_of(value) for name, value in constants.items()},
-            ]  # fmt: skip
-            self.launches.setdefault(json.dumps(described), self._test)
-            launching.launch(kernel, grid, tensors, numbers, warps, constants, *more)
+        def launch(
+            kernel: Any, grid: Any, tensors: Any, numbers: Any, warps: int, constants: Any, stream: Any = None,
+            registers: int | None = None,
+        ) -> None:  # fmt: skip
+            options = {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
+            described = describe(kernel, tensors, [launching._class_of(n) for n in numbers], options, constants)
+            self.launches.setdefault(json.dumps(described), self.label)
+            if self._run:
+                launching.launch(kernel, grid, tensors, numbers, warps, constants, stream, registers)
 
         for name in LAUNCHERS:
             module = importlib.import_module(f"embedfuse.torch.backends.{name}")
             if hasattr(module, "launch"):
+                self._replaced.append((module, module.launch))
                 module.launch = launch  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        """Undoes `install`."""
+        for module, launch in self._replaced:
+            module.launch = launch
+        self._replaced = []
+
+
+def describe(kernel: Any, tensors: Any, classes: list[str], options: dict[str, int], constants: Any) -> list[Any]:
+    """All that a kernel is compiled for; what it does not look at is said alike."""
+    function = getattr(kernel, "fn", kernel)
+    # the interpreter keeps what it was given; the compiler has it as an attribute
+    said = getattr(kernel, "kwargs", None) or vars(kernel)
+    blind = said.get("do_not_specialize") or ()
+    numbers = [
+        ("wide" if found.startswith("wide") else "any") if name in blind else found
+        for name, found in zip(kernel.arg_names[len(tensors) :], classes, strict=False)
+    ]
+    return [
+        function.__module__, function.__name__,
+        [None if tensor is None else str(tensor.dtype) for tensor in tensors],
+        numbers, options, {name: _name_of(value) for name, value in constants.items()},
+    ]  # fmt: skip
 
 
 def _name_of(value: Any) -> Any:
@@ -84,12 +131,12 @@ def record(path: Path, arguments: list[str]) -> int:
 
 
 def compile_launch(described: list[Any], capability: int) -> None:
-    """Compiles one launch; raises what Triton raises."""
+    """Compiles one launch; raises what Triton raises, and RuntimeError for one that no GPU of the kind could run."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, name, tensors, numbers, warps, constants = described
+    module, name, tensors, numbers, options, constants = described
     kernel = getattr(importlib.import_module(module), name)
     signature: dict[str, str] = {}
     values: dict[tuple[int], Any] = {}
@@ -115,26 +162,106 @@ def compile_launch(described: list[Any], capability: int) -> None:
             values[place,] = _value_of(constants[parameter.name])
         signature[parameter.name] = kind
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
-    triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    options = {**options, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    most = 1024 * SHARED.get(capability, 99)
+    if compiled.metadata.shared > most:
+        raise RuntimeError(f"{compiled.metadata.shared} bytes of shared memory, of {most} that there are")
 
 
 def check(path: Path, capability: int, kernels: str) -> int:
-    """Compiles what was recorded; prints what fails, with a test that launches it."""
+    """Compiles what was recorded; prints what fails, with one that launches it, and the time of the others."""
+    from triton.errors import TritonError
+
     chosen = set(kernels.split(",")) if kernels else None
-    failed = compiled = 0
-    for text, test in json.loads(path.read_text()).items():
+    failed = 0
+    seconds: dict[str, list[float]] = {}
+    for text, label in json.loads(path.read_text()).items():
         described = json.loads(text)
         if chosen and described[1] not in chosen:
             continue
+        start = cpu_time()
         try:
             compile_launch(described, capability)
-            compiled += 1
-        except RuntimeError as error:
+            seconds.setdefault(described[1], []).append(cpu_time() - start)
+        except (RuntimeError, TritonError) as error:
             failed += 1
-            print(f"{described[1]}: {str(error).splitlines()[0]}, as launched by {test}: {described[2:]}", flush=True)
-    print(f"{compiled} compiled, {failed} failed")
+            print(f"{described[1]}: {str(error).splitlines()[0]}, as launched by {label}: {described[2:]}", flush=True)
+    for name, each in sorted(seconds.items(), key=lambda item: -sum(item[1])):
+        print(f"{name:26}{len(each):6}{sum(each):9.1f} s")
+    count, total = sum(map(len, seconds.values())), sum(map(sum, seconds.values()))
+    print(f"{count} compiled in {total:.1f} s of one core, {failed} failed")
     return int(failed > 0)
+
+
+def cpu_time() -> float:
+    """Seconds of this process and of the programs it has run, such as the assembler."""
+    return sum(os.times()[:4])
+
+
+def rules() -> dict[str, Any]:
+    """An optimizer for each row rule there is."""
+    from embedfuse import optim
+
+    plain = {name: optimizer() for name, optimizer in optim.OPTIMIZERS.items()}
+    return {
+        **plain, "SGD with momentum": optim.SGD(momentum=0.9), "FTRL of another power": optim.FTRL(
+            learning_rate_power=-0.3
+        ), "AdagradMomentum of another exponent": optim.AdagradMomentum(exponent=3.0),
+    }  # fmt: skip
+
+
+def settings(
+    dims: Sequence[int], dtypes: Sequence[str], optimizers: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """A label, and arguments of the table, of the collection, and of `warmup`."""
+    known = rules()
+    for dim, dtype in itertools.product(dims, dtypes):
+        table = {"dim": dim, "dtype": dtype}
+        for name in optimizers or (known if dim in FEW_DIMS else ["Adagrad"]):
+            yield f"dim {dim}, {dtype}, {name}", table, {"optimizer": known[name]}, {}
+        if optimizers:
+            continue
+        yield f"dim {dim}, {dtype}, autograd", table, {"update": "autograd"}, {}
+        if dim in FEW_DIMS:
+            first = {"optimizer": known["Adagrad"]}
+            cut = {**table, "max_norm": 1.0}
+            yield f"dim {dim}, {dtype}, max_norm", cut, first, {}
+            yield f"dim {dim}, {dtype}, max_norm, autograd", cut, {"update": "autograd"}, {}
+            yield f"dim {dim}, {dtype}, clipping, GradScaler", table, first, {"clipping": True, "grad_scaler": True}
+            yield f"dim {dim}, {dtype}, beside", table, first, {"beside": (13, 0)}
+            yield f"dim {dim}, {dtype}, int32 ids", table, first, {"ids": "int32"}
+            if dtype != "float32":
+                yield f"dim {dim}, {dtype}, at random", {**table, "stochastic_rounding": True}, first, {}
+
+
+def sweep(path: Path, options: argparse.Namespace) -> int:
+    """Notes what `warmup` launches for many tables, and checks it in another process."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    from embedfuse import FeatureConfig, TableConfig
+    from embedfuse.torch import EmbeddingCollection, FusedOptimizer, use_backend, warmup
+
+    recorder = Recorder(run=False)
+    recorder.install()
+    weights = {"both": None, "with": True, "without": False}[options.weights]
+    for label, table, collection, more in settings(options.dims, options.dtypes, options.optimizers):
+        recorder.label = label
+        # one combiner divides: then all kernels have a scale, as in most models
+        features = [FeatureConfig(TableConfig(1, **table), combiner=combiner) for combiner in options.combiners]
+        with use_backend("triton"):
+            model = EmbeddingCollection(features, **collection)
+            optimizer = None if model.update == "autograd" else FusedOptimizer(model)
+            if "ids" in more:
+                more = {**more, "ids": getattr(torch, more["ids"])}
+            warmup(model, optimizer, weights=weights, **more)
+    recorder.remove()
+    path.write_text(json.dumps(recorder.launches, indent=0))
+    print(f"{len(recorder.launches)} launches", flush=True)
+    command = [options.python, __file__, "check", str(path), "--capability", str(options.capability)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([*command, "--kernels", options.kernels], env=environment, check=False).returncode
 
 
 def main() -> int:
@@ -144,12 +271,22 @@ def main() -> int:
     recording.add_argument("path", type=Path)
     recording.add_argument("arguments", nargs=argparse.REMAINDER, help="for pytest")
     checking = actions.add_parser("check", help="compile what was noted")
-    checking.add_argument("path", type=Path)
-    checking.add_argument("--capability", type=int, default=90, help="of the GPU, e.g. 90 for an H200")
-    checking.add_argument("--kernels", default="", help="only these, with commas between")
+    sweeping = actions.add_parser("sweep", help="note what many tables need, compile it")
+    for action in (checking, sweeping):
+        action.add_argument("path", type=Path)
+        action.add_argument("--capability", type=int, default=90, help="of the GPU, e.g. 90 for an H200")
+        action.add_argument("--kernels", default="", help="only these, with commas between")
+    sweeping.add_argument("--python", default=sys.executable, help="with the Triton to compile with")
+    sweeping.add_argument("--dims", type=int, nargs="+", default=DIMS)
+    sweeping.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    sweeping.add_argument("--optimizers", nargs="+", default=[], help="only these, and no other settings")
+    sweeping.add_argument("--combiners", nargs="+", default=["mean", "sum"], help="of one feature each")
+    sweeping.add_argument("--weights", default="both", choices=["both", "with", "without"])
     options = parser.parse_args()
     if options.action == "record":
         return record(options.path, options.arguments)
+    if options.action == "sweep":
+        return sweep(options.path, options)
     return check(options.path, options.capability, options.kernels)
 
 

@@ -73,6 +73,28 @@ def check_row_grad(work: Workload, backend: Backend, into: torch.dtype | None = 
     return out
 
 
+def check_row_grad_with_dots(work: Workload, backend: Backend) -> tuple[Tensor, Tensor]:
+    """`row_grad` of bags that are not scaled, and the gradients of their weights beside."""
+    table, features, csr, grad = work.judged()
+    kind = accumulation(work.case.dtype)
+    unscaled = torch.zeros(0, dtype=getattr(torch, kind), device=work.table.device)
+    out, alone = torch.zeros_like(work.table), torch.zeros_like(work.table)
+    dots = torch.zeros(csr.ids.shape, dtype=getattr(torch, kind), device=work.table.device)
+    rows = Rows(work.table, work.tables)
+    backend.row_grad(out, work.features, work.csr, unscaled, work.grad, rows, dots)
+    # the sums are those of a call without dots, to the last bit
+    backend.row_grad(alone, work.features, work.csr, unscaled, work.grad, rows)
+    assert_same_bits(numbers(out), numbers(alone), "row_grad with dots")
+    arguments = work.group.size, work.group.tables, features, csr, numbers(unscaled), grad
+    expected, magnitude = (reference.row_grad(*arguments, absolute, table) for absolute in (False, True))
+    assert_close(numbers(out), expected, sum_bound(expected, magnitude, work.case.dtype, work.longest), "row_grad")
+    expected, magnitude = (
+        reference.row_dots(table, work.group.tables, features, csr, grad, absolute) for absolute in (False, True)
+    )
+    assert_close(numbers(dots), expected, sum_bound(expected, magnitude, kind, work.longest), "dots")
+    return out, dots
+
+
 def check_coefficient_grad(work: Workload, backend: Backend) -> Tensor:
     """`coefficient_grad`."""
     table, features, csr, grad = work.judged()

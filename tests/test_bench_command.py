@@ -180,6 +180,7 @@ def test_models_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     own = made["cases"][0]["providers"]["embedfuse"]
     assert "wrong" not in own, own
     assert own["phases"]["eager"]["launches"] > 0
+    assert "compiled" in own["phases"], own
     assert own["phases"]["compiled"]["device"]["median"] > 0, own
 
 

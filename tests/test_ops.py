@@ -15,6 +15,7 @@ from checks import (
     check_max,
     check_prepared,
     check_row_grad,
+    check_row_grad_with_dots,
     check_sparse_row_grad,
     check_square_sum,
     check_update,
@@ -77,6 +78,10 @@ def test_pooled_lookup(work: Workload, backend: Backend) -> None:
 
 def test_row_grad(work: Workload, backend: Backend) -> None:
     check_row_grad(work, backend)
+
+
+def test_row_grad_with_dots(work: Workload, backend: Backend) -> None:
+    check_row_grad_with_dots(work, backend)
 
 
 def test_sparse_row_grad(work: Workload, backend: Backend) -> None:

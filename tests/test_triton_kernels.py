@@ -31,6 +31,7 @@ from embedfuse.kernels.configs import lookup_config, power_of_two, update_config
 from embedfuse.optim import Adagrad, RowWiseAdagrad
 from embedfuse.plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, OFFSET, T_OFFSET
 from embedfuse.torch.backends import BadId, device_errors
+from embedfuse.torch.backends.sorted_runs import ranked
 from embedfuse.torch.backends.triton import TritonBackend
 
 pytestmark = needs_kernels
@@ -168,6 +169,16 @@ def test_tile_sizes_fit_together(widest: int) -> None:
     assert update.block_d >= widest and update.block % update.chunk == 0 and update.long < update.chunk // 2
     for size in (lookup.lanes, lookup.block_d, lookup.warps, *dataclasses.astuple(update)):
         assert size == power_of_two(size)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("number", [1, 15, 16, 17, 256, 300])
+def test_keys_are_sorted_by_counting(number: int, dtype: torch.dtype) -> None:
+    keys = torch.randint(-3, 60, (number,), dtype=dtype, device=DEVICE)
+    keys[::7] = torch.iinfo(dtype).max
+    expected = torch.sort(keys, stable=True)
+    found, order = ranked(keys)
+    assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
 
 
 @pytest.mark.gpu

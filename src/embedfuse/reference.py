@@ -175,14 +175,19 @@ def _sums(features: Array, csr: Csr, scale: Array, grad: Array, absolute: bool =
     return sums
 
 
+def _owner(tables: Array, key: int) -> tuple[int, int]:
+    """The table that a key belongs to, and the row in it."""
+    number = next(n for n, t in enumerate(tables) if t[T_ROWS] and t[T_ROW_BASE] <= key < t[T_ROW_BASE] + t[T_ROWS])
+    return number, key - int(tables[number][T_ROW_BASE])
+
+
 def row_sums(
     table: Array, tables: Array, features: Array, csr: Csr, scale: Array, grad: Array, absolute: bool = False
 ) -> dict[tuple[int, int], Array]:
     """The gradient of every row in the batch, by the number of its table and its own: `_sums`, through the cut."""
     result = {}
     for key, value in _sums(features, csr, scale, grad, absolute).items():
-        number = next(n for n, t in enumerate(tables) if t[T_ROWS] and t[T_ROW_BASE] <= key < t[T_ROW_BASE] + t[T_ROWS])
-        row = key - int(tables[number][T_ROW_BASE])
+        number, row = _owner(tables, key)
         max_norm = number_of(tables[number][T_MAX_NORM])
         if max_norm < np.inf:
             value = cut_gradient(value, table[_slice(tables[number], T_SOURCE, row, "element")], max_norm, absolute)
@@ -202,6 +207,20 @@ def row_grad(
     source = np.zeros(0) if table is None else table
     for (number, row), value in row_sums(source, tables, features, csr, scale, grad, absolute).items():
         out[_slice(tables[number], T_OFFSET, row, "element")] = value
+    return out
+
+
+def row_dots(table: Array, tables: Array, features: Array, csr: Csr, grad: Array, absolute: bool = False) -> Array:
+    """`<row(id), grad[row, columns]>` of every id, 0 for those that do not count: the gradient of plain weights.
+
+    `table` is what SOURCE counts from: rows are read where `row_grad` reads them, not where features do.
+    """
+    out = np.zeros(len(csr.ids))
+    for term in terms(features, csr):
+        number, row = _owner(tables, int(term.feature[ROW_BASE]) + term.id)
+        looked_up = cut(table[_slice(tables[number], T_SOURCE, row, "element")], number_of(tables[number][T_MAX_NORM]))
+        products = looked_up * grad[term.row, _columns(term.feature)]
+        out[term.position] = np.sum(np.abs(products) if absolute else products)
     return out
 
 

@@ -86,6 +86,7 @@ def kernels_of(collection, optimizer, batch):
     return sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
 
 
+@pytest.mark.plain_memory
 def test_500_tables_cost_about_as_many_launches_as_5():
     counts = []
     for tables in (5, 500):

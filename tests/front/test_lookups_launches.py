@@ -44,6 +44,7 @@ def counted(function, device):
     }
 
 
+@pytest.mark.plain_memory
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -61,11 +61,11 @@ def processor(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are here."""
-    found = {}
+    """Of the packages that are here; of torch also which build."""
+    found = {"torch": str(torch.__version__)}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            found.setdefault(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             continue
     return found

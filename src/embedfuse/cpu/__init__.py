@@ -265,12 +265,14 @@ def collect_rows(update: Update, csr: Csr, scale: Any, grad: Any, table: int, *,
 
 
 def row_grad(
-    out: Any, features: Any, csr: Csr, scale: Any, grad: Any, rows: Rows | None = None, *, threads: int = 1
-) -> None:
+    out: Any, features: Any, csr: Csr, scale: Any, grad: Any, rows: Rows | None = None, dots: Any = None, *,
+    threads: int = 1,
+) -> None:  # fmt: skip
     """The summed gradient of every row in the batch, into `out` (flat, zero on entry) at OFFSET + id * DIM.
 
     With `rows`, whose `table` has the type of `out`, at the places that its descriptors give, through the cut to
-    MAX_NORM.
+    MAX_NORM. `dots` `[N]` of the accumulation type, zero on entry, then gets the dot of each id's row with the gradient
+    of its bag.
     """
     kind = accumulation_dtype(out.dtype)
     read = _engine.Rows(0, 0, 0)
@@ -279,9 +281,17 @@ def row_grad(
             raise TypeError(f"`rows` must be of the type of `out`, {_name(out.dtype)}, got {rows.table.dtype}: convert")
         described = _described("tables", rows.tables, TABLE_WIDTH)
         read = _engine.Rows(_address(rows.table), described, rows.tables.shape[0])
+    places = 0
+    if dots is not None:
+        if rows is None:
+            raise ValueError("`rows` must be given with `dots`, which are made with them")
+        if dots.shape[0] != csr.ids.shape[0]:
+            raise ValueError(f"`dots` must be one an id, {csr.ids.shape[0]}, got {dots.shape[0]}")
+        places = _packed("dots", dots, kind)
     _engine.row_grad(
-        _batch(features, csr, kind), _upstream(scale, grad, kind), read, _address(out), _code(out.dtype), threads
-    )
+        _batch(features, csr, kind), _upstream(scale, grad, kind), read, _address(out), _code(out.dtype), places,
+        threads,
+    )  # fmt: skip
 
 
 def prepare_ids(

@@ -209,11 +209,14 @@ void bind_functions(nb::module_& module) {
   module.def("collect_rows", collect_rows, "batch"_a, "upstream"_a, "learner"_a, "table"_a, "threads"_a);
   module.def(
       "row_grad",
-      [](const Batch& batch, const Upstream& upstream, const Rows& rows, Address out, int dtype, int threads) {
+      [](const Batch& batch, const Upstream& upstream, const Rows& rows, Address out, int dtype, Address dots,
+         int threads) {
         const Rows* const given = rows.tables == nullptr ? nullptr : &rows;
-        run([&](const Kernels& k) { return k.row_grad(batch, upstream, given, at(out), dtype_of(dtype), threads); });
+        run([&](const Kernels& k) {
+          return k.row_grad(batch, upstream, given, at(out), dtype_of(dtype), at(dots), threads);
+        });
       },
-      "batch"_a, "upstream"_a, "rows"_a, "out"_a, "dtype"_a, "threads"_a);
+      "batch"_a, "upstream"_a, "rows"_a, "out"_a, "dtype"_a, "dots"_a, "threads"_a);
   module.def(
       "prepare_ids",
       [](const Batch& batch, const Shards& shards, int dtype, const Prepared& prepared, bool checked, int threads) {

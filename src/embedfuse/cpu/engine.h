@@ -62,7 +62,7 @@ struct Upstream {
   int64_t width;
 };
 
-// Where rows can be read, for the gradient of cutting them to a length.
+// Where rows can be read, for the gradient of cutting them to a length and that of weights.
 struct Rows {
   const void* table;  // what `Table::source` counts from; of the type of the sums
   const Table* tables;
@@ -128,8 +128,8 @@ struct Kernels {
   int64_t (*row_square_sum)(const Batch&, const Upstream&, const Learner&, double* sum, int threads);
   // of the one table with number `table`, whatever its rule
   int64_t (*collect_rows)(const Batch&, const Upstream&, const Learner&, int64_t table, Collected*, int threads);
-  // `rows` may be null
-  int64_t (*row_grad)(const Batch&, const Upstream&, const Rows* rows, void* out, Dtype, int threads);
+  // `rows` may be null, and `dots`, which need them
+  int64_t (*row_grad)(const Batch&, const Upstream&, const Rows* rows, void* out, Dtype, void* dots, int threads);
   int64_t (*coefficient_grad)(const Batch&, const Upstream&, const void* table, Dtype, void* out, int threads);
   // `shards` may be null; `dtype` is that of the tables. Returns what `pooled_lookup` returns
   int64_t (*prepare_ids)(const Batch&, const Shards* shards, Dtype, const Prepared&, bool checked, int threads);

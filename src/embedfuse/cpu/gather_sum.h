@@ -31,6 +31,30 @@ class BlockSum {
     for (int k = 0; k < WHOLE; ++k) sum_[k] += factor * load<T, A>(row + k * LANES<A>);
     if constexpr (TAIL) sum_[WHOLE] += factor * load_some<T, A>(row + WHOLE * LANES<A>, tail);
   }
+  // The same, and the products of its elements with those of `other`, which has WIDTH vectors, added up lane by lane.
+  Vector<A> add_and_multiply(const T* row, A coefficient, const Vector<A>* other, int tail) {
+    const Vector<A> factor = broadcast(coefficient);
+    Vector<A> products[2] = {};
+    for (int k = 0; k < WHOLE; ++k) {
+      const Vector<A> value = load<T, A>(row + k * LANES<A>);
+      sum_[k] += factor * value;
+      products[k % 2] += other[k] * value;
+    }
+    if constexpr (TAIL) {
+      const Vector<A> value = load_some<T, A>(row + WHOLE * LANES<A>, tail);
+      sum_[WHOLE] += factor * value;
+      products[1] += other[WHOLE] * value;
+    }
+    return products[0] + products[1];
+  }
+  // Goes on where a sum was left that `write` wrote with a scale of 1.
+  void resume(const A* sum, int tail) { load_block(sum, tail, sum_); }
+  // One block of a row.
+  template <class Row>
+  static void load_block(const Row* row, int tail, Vector<A>* block) {
+    for (int k = 0; k < WHOLE; ++k) block[k] = load<Row, A>(row + k * LANES<A>);
+    if constexpr (TAIL) block[WHOLE] = load_some<Row, A>(row + WHOLE * LANES<A>, tail);
+  }
   template <class Out>
   void write(Out* out, A scale, int tail) const {
     const Vector<A> factor = broadcast(scale);

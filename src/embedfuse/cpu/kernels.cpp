@@ -57,9 +57,10 @@ constexpr Kernels KERNELS = {
         return collect_rows<decltype(type)>(batch, upstream, learner, table, collected, threads);
       });
     },
-    [](const Batch& batch, const Upstream& upstream, const Rows* rows, void* out, Dtype dtype, int threads) {
+    [](const Batch& batch, const Upstream& upstream, const Rows* rows, void* out, Dtype dtype, void* dots,
+       int threads) {
       return with_dtype(dtype, [&](auto type) {
-        return row_grad<decltype(type)>(batch, upstream, rows, out, threads);
+        return row_grad<decltype(type)>(batch, upstream, rows, out, dots, threads);
       });
     },
     [](const Batch& batch, const Upstream& upstream, const void* table, Dtype dtype, void* out, int threads) {

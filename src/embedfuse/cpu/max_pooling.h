@@ -92,9 +92,11 @@ template <class A>
 class WinnerSum {
  public:
   using E = WinnerEntry<A>;
+  static constexpr bool READS_ROWS = false;
+
   WinnerSum(const A* grad, const int64_t* winners, int64_t dim) : grad_(grad), winners_(winners), dim_(dim) {}
 
-  void operator()(const E* entries, int64_t count, int64_t, A* out) const {
+  void operator()(int64_t, const E* entries, int64_t count, int64_t, A* out) const {
     for (int64_t i = 0; i < dim_; ++i) out[i] = 0;
     for (int64_t e = 0; e < count; ++e) {
       const E& entry = entries[e];

@@ -1,6 +1,7 @@
 // The summed gradient of every row, for callers that keep the optimizer to themselves.
 #pragma once
 
+#include "row_dots.h"
 #include "row_update.h"
 
 namespace embedfuse {
@@ -38,18 +39,19 @@ inline bool list_tables(const Rows& rows, TablesAtHand* list) {
   return true;
 }
 
+// `dots` may be null; if not, there are `rows`.
 template <class T>
-int64_t row_grad(const Batch& batch, const Upstream& upstream, const Rows* rows, void* out, int threads) {
+int64_t row_grad(const Batch& batch, const Upstream& upstream, const Rows* rows, void* out, void* dots, int threads) {
   using A = Accumulation<T>;
   TablesAtHand tables, parts;
   if (!list_tables(batch, &tables) || (rows != nullptr && !list_tables(*rows, &parts))) return OUT_OF_MEMORY;
   const Destination to{tables, rows == nullptr ? tables : parts, rows == nullptr ? nullptr : rows->table};
-  const bool enough = for_each_table_sums<A>(
-      batch, upstream, to, TABLE_TYPE<T>, threads,
-      [&](const RowSums<A, LinearSum<A>>& sums, int64_t place, int own_threads) {
-        return write_row_sums(sums, tables[place], rows == nullptr ? nullptr : &parts, static_cast<T*>(out),
-                              own_threads);
-      });
+  const auto write = [&](const auto& sums, int64_t place, int own_threads) {
+    return write_row_sums(sums, tables[place], rows == nullptr ? nullptr : &parts, static_cast<T*>(out), own_threads);
+  };
+  const bool enough =
+      dots == nullptr ? for_each_table_sums<A>(batch, upstream, to, TABLE_TYPE<T>, threads, write)
+                      : for_each_table_dots<T>(batch, upstream, to, static_cast<A*>(dots), threads, write);
   return enough ? DONE : OUT_OF_MEMORY;
 }
 

@@ -14,6 +14,12 @@ struct Entry {
   A coefficient;
 };
 
+// The same with the position of the id.
+template <class A>
+struct PlacedEntry : Entry<A> {
+  int64_t position;
+};
+
 // Runs of equal ids: run `u` is `entries[starts[u]] .. entries[starts[u + 1]]` and belongs to row `rows[u]`.
 template <class E>
 class Runs {

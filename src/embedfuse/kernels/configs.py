@@ -18,6 +18,7 @@ class LookupConfig:
     lanes: int
     block_d: int
     warps: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class UpdateConfig:
     """See `runs.py` and `row_update.py` for what the sizes mean."""
 
     keys: int
-    few: tuple[int, ...]  # up to so many ids are sorted by one program of that many
+    few: int  # up to so many ids are sorted by counting
     chunk: int
     block: int
     parts: int
@@ -58,7 +59,8 @@ def _lookup_config(widest: int, short: bool) -> LookupConfig:
         block_d = min(max(power_of_two(widest), 4), 64)
         return LookupConfig(True, 2048 // block_d, block_d, 1)
     block_d = min(max(power_of_two(widest), 4), 128)
-    return LookupConfig(False, min(1024 // block_d, 32), block_d, 1)
+    # as many as leave room for the 32 programs that a multiprocessor can hold; a few more would cost an eighth of them
+    return LookupConfig(False, min(1024 // block_d, 32), block_d, 1, 64)
 
 
 @cache
@@ -68,7 +70,8 @@ def whole_rows(config: LookupConfig, widest: int) -> LookupConfig:
     if block_d <= config.block_d:
         return config
     lanes = max(config.lanes * config.block_d // block_d, 1)
-    return LookupConfig(config.short, lanes, block_d, min(max(config.warps, lanes * block_d // 2048), 32))
+    warps = min(max(config.warps, lanes * block_d // 2048), 32)
+    return LookupConfig(config.short, lanes, block_d, warps)
 
 
 @cache
@@ -95,7 +98,7 @@ def update_config(widest: int) -> UpdateConfig:
     # long segments: a tile that few registers hold; so few programs that others run beside them
     tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048
     return UpdateConfig(
-        keys=512, few=(512, 2048), chunk=64, block=512,
+        keys=512, few=8192, chunk=64, block=512,
         parts=8 if block_d <= 64 else 16 if block_d <= 256 else 32, segments=segments,
         warps=warps, long=8, terms=min(max(tile // block_d, 1), 32),
         long_warps=max(min(block_d // (64 if block_d < 512 else 128), 16), 1), long_programs=1024,

@@ -98,8 +98,9 @@ def join_kernel(
             key = tl.where(own, key, -2)
         mask = live[:, None] & (column // DIM_ALIGN * DIM_ALIGN < dim)[None, :]
         w, s0, s1 = load_rows(
-            p_table, p_slots, p_tables, table, row, dim, column, live, mask, MODE, SLOT0, SLOT1, ALIGN, SLOT_ALIGN
-        )
+            p_table, p_slots, p_tables, p_source, table, row, dim, column, live, mask,
+            MODE, SLOT0, SLOT1, False, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+        )  # fmt: skip
         o_first = tl.multiple_of(((edge * 2 + 1) * stride + lane * 0)[:, None], [4, 4]) + column[None, :]
         m_first = (lane == 0)[:, None] & (column // 4 * 4 < stride)[None, :]
         acc = tl.load(p_partials + o_first, mask=m_first, other=0.0)
@@ -123,6 +124,6 @@ def join_kernel(
         finish(
             p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column,
             row * 0 + position, live, mask, g, w, s0, s1,
-            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, False, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
         )  # fmt: skip
         turn += tl.num_programs(0)

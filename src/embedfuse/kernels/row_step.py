@@ -18,8 +18,8 @@ from .rounding import rounded_at_random
 SIZES = ["number", "absent", "stride", "rule_number"]
 UNALIGNED = [
     "p_hyper", "p_steps", "p_tables", "p_grad_scale", "p_skip", "p_keys", "p_sources", "p_coefficients", "p_order",
-    "p_starts", "p_tags", "p_rows", "p_first_sources", "p_counts", "p_cuts",
-    "p_cut_tables", "p_list_counts", "p_long",
+    "p_dots", "p_starts", "p_tags", "p_rows", "p_first_sources", "p_counts", "p_cuts", "p_cut_tables",
+    "p_list_counts", "p_long",
 ]  # fmt: skip
 
 
@@ -48,19 +48,27 @@ def store_slot(p_slots, o_slot, row, dim, column, live, mask, slot, KIND: tl.con
 
 @triton.jit
 def load_rows(
-    p_table, p_slots, p_tables, table, row, dim, column, live, mask,
-    MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
+    p_table, p_slots, p_tables, p_source, table, row, dim, column, live, mask,
+    MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, HAS_DOTS: tl.constexpr, ALIGN: tl.constexpr,
+    SOURCE_ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Rows and their slots, for an optimizer. Called before the gradient is summed, so that both are under way."""
+    """Rows and their slots for an optimizer, or rows for dots, from T_SOURCE on.
+
+    Called before the gradient is summed, so that both are under way.
+    """
     if MODE == 0:
         o_row = tl.multiple_of((table_offset(p_tables, table) + row * dim)[:, None], [ALIGN, ALIGN])
         w = tl.load(p_table + o_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
         s0 = load_slot(p_slots, table_slot0(p_tables, table), row, dim, column, live, mask, SLOT0, SLOT_ALIGN)
         s1 = load_slot(p_slots, table_slot1(p_tables, table), row, dim, column, live, mask, SLOT1, SLOT_ALIGN)
     else:
-        w = tl.zeros_like(row)[:, None].to(tl.float32)
-        s0 = w
-        s1 = w
+        s0 = tl.zeros_like(row)[:, None].to(tl.float32)
+        s1 = s0
+        if HAS_DOTS:
+            o_row = tl.multiple_of((table_source(p_tables, table) + row * dim)[:, None], [SOURCE_ALIGN, SOURCE_ALIGN])
+            w = tl.load(p_source + o_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        else:
+            w = s0
     return w, s0, s1
 
 
@@ -97,14 +105,14 @@ def step_rows(
 @triton.jit
 def uncut(
     p_source, p_tables, table, row, dim, column, mask, g, w,
-    MODE: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
+    MODE: tl.constexpr, HAS_DOTS: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Complete gradients of the rows as they are stored, from those of the rows cut to MAX_NORM.
 
-    The rows are `w` where there is an optimizer; else they are read: where a norm is asked for from the tables
-    themselves, where gradients are stored from T_SOURCE on.
+    The rows are `w` where there is an optimizer, or were dots; else they are read: where a norm is asked for from the
+    tables themselves, where gradients are stored from T_SOURCE on.
     """
-    if MODE == 0:
+    if MODE == 0 or HAS_DOTS:
         e = w
     elif MODE == 1:
         o_row = tl.multiple_of((table_source(p_tables, table) + row * dim)[:, None], [SOURCE_ALIGN, SOURCE_ALIGN])
@@ -120,12 +128,12 @@ def finish(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column, place, live, mask,
     g, w, s0, s1,
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
-    HAS_GRAD_SCALE: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
-    SLOT_ALIGN: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr, HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr,
+    SOURCE_ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """What becomes of complete gradients; `place` is where the mode of norms puts each."""
     if CLIPPED:
-        g = uncut(p_source, p_tables, table, row, dim, column, mask, g, w, MODE, SOURCE_ALIGN)
+        g = uncut(p_source, p_tables, table, row, dim, column, mask, g, w, MODE, HAS_DOTS, SOURCE_ALIGN)
     if HAS_GRAD_SCALE:
         g = g * tl.load(p_grad_scale)
     if MODE == 0:

@@ -4,11 +4,15 @@
 long ones, each in a tile of many of its gradients. Rows of one segment end there, see `row_step.py`. The pieces of a
 run that was cut leave partial sums, see `cut_runs.py`.
 
-Bytes: each gradient row once, each row and its slots once in, once out; cut rows their partial sums besides.
+With HAS_DOTS the gradient of each id's weight is made beside: `dots[position] = <row(id), grad[bag, columns]>`.
+
+Bytes: each gradient row once, each row and its slots once in, once out; cut rows their partial sums besides. Dots read
+the row once for each segment of it.
 """
 
 from .._triton import tl, triton
-from .descriptors import table_dim, table_rule
+from .descriptors import table_dim, table_max_norm, table_rule
+from .max_norm import cut_factor
 from .row_step import SIZES, UNALIGNED, finish, load_rows
 
 
@@ -28,17 +32,33 @@ def load_segments(p_starts, p_tags, p_rows, p_first_sources, first, cursor, stop
 
 
 @triton.jit
+def as_looked_up(p_tables, table, w, HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr):
+    """Rows as they take part in dots: cut to MAX_NORM. Without dots nothing of use."""
+    looked_up = w
+    if HAS_DOTS and CLIPPED:
+        looked_up = w * cut_factor(tl.sum(w * w, axis=1), table_max_norm(p_tables, table))[:, None]
+    return looked_up
+
+
+@triton.jit
 def load_gradients(
-    p_grad, p_winners, p_order, p_coefficients, j, source, inside, column, m_column, grad_column,
-    HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr, GRAD_ALIGN: tl.constexpr,
+    p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, j, source, inside, column, m_column, grad_column,
+    HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr, HAS_DOTS: tl.constexpr, GRAD_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient rows that start at `source`, times their coefficients; `j` numbers their ids in sorted order."""
+    """Gradient rows that start at `source`, times their coefficients; `j` numbers their ids in sorted order.
+
+    Before that, their dots with rows that are `looked_up` go where the ids were in the batch.
+    """
     o_grad = tl.multiple_of(source.to(tl.int64)[:, None], [GRAD_ALIGN, GRAD_ALIGN]) + column[None, :] * grad_column
     mask = inside[:, None] & m_column[None, :]
-    if HAS_WINNERS:
+    if HAS_WINNERS or HAS_DOTS:
+        # asked for before the gradients, so that it is there when they are
         order = tl.load(p_order + j, mask=inside, other=0)
+    if HAS_WINNERS:
         mask = mask & (tl.load(p_winners + o_grad, mask=mask, other=-1) == order[:, None])
     value = tl.load(p_grad + o_grad, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DOTS:
+        tl.store(p_dots + order, tl.sum(value * looked_up, axis=1), mask=inside)
     if HAS_COEFFICIENTS:
         value = value * tl.load(p_coefficients + j, mask=inside, other=0.0)[:, None]
     return value
@@ -46,15 +66,15 @@ def load_gradients(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def segments_kernel(
-    p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_sources,
-    p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_counts, p_partials, p_source,
+    p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_dots,
+    p_sources, p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_counts, p_partials, p_source,
     grad_column, stride, rule_number,
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
     SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
-    CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
-    GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
+    SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table.
 
@@ -94,12 +114,18 @@ def segments_kernel(
         dim = table_dim(p_tables, table)
         m_column = column // DIM_ALIGN * DIM_ALIGN < dim
         m_whole = whole[:, None] & m_column[None, :]
+        reads = whole
+        if HAS_DOTS:
+            # ids of a piece of a run have dots, too
+            reads = here
         w, s0, s1 = load_rows(
-            p_table, p_slots, p_tables, table, row, dim, column, whole, m_whole, MODE, SLOT0, SLOT1, ALIGN, SLOT_ALIGN
-        )
+            p_table, p_slots, p_tables, p_source, table, row, dim, column, reads, reads[:, None] & m_column[None, :],
+            MODE, SLOT0, SLOT1, HAS_DOTS, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+        )  # fmt: skip
+        looked_up = as_looked_up(p_tables, table, w, HAS_DOTS, CLIPPED)
         g = load_gradients(
-            p_grad, p_winners, p_order, p_coefficients, start, source, here, column_64, m_column, grad_column,
-            HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+            p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, start, source, here, column_64, m_column,
+            grad_column, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, GRAD_ALIGN,
         )  # fmt: skip
         longest = tl.max(tl.where(here, end - start, 0), axis=0)
         # where a gradient is, is asked for one round ahead
@@ -111,8 +137,8 @@ def segments_kernel(
             source = next_source
             next_source = tl.load(p_sources + j + 1, mask=here & (j + 1 < end), other=0)
             g += load_gradients(
-                p_grad, p_winners, p_order, p_coefficients, j, source, inside, column_64, m_column, grad_column,
-                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+                p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, j, source, inside, column_64, m_column,
+                grad_column, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, GRAD_ALIGN,
             )  # fmt: skip
             k += 1
         line = tl.where(tag % 2 == 1, end // CHUNK * 2 + 1, start // CHUNK * 2).to(tl.int64)
@@ -122,7 +148,8 @@ def segments_kernel(
         finish(
             p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column, start,
             whole, m_whole, g, w, s0, s1,
-            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN,
+            SLOT_ALIGN,
         )  # fmt: skip
         tag_of_first, start, end, tag = tag_of_next, start_1, end_1, tag_1
         next_tag, local, source = next_tag_1, local_1, source_1
@@ -142,14 +169,15 @@ def load_long(p_starts, p_tags, p_rows, p_long, turn, count):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def long_kernel(
-    p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_sources,
-    p_coefficients, p_starts, p_tags, p_rows, p_list_counts, p_long, p_partials, p_source,
+    p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_dots,
+    p_sources, p_coefficients, p_starts, p_tags, p_rows, p_list_counts, p_long, p_partials, p_source,
     grad_column, stride, rule_number,
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
     SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
-    CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr, SLOT_ALIGN: tl.constexpr,
-    GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr, TERMS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
+    SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
+    TERMS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: every so many of the long segments, `TERMS` gradients of one at a time."""
     turn = tl.program_id(0)
@@ -176,9 +204,14 @@ def long_kernel(
         whole = tl.where((tag % 2 == 1) & (next_tag % 2 == 1), last, start)
         live = row * 0 + start < whole
         mask = live[:, None] & m_column[None, :]
+        reads = live
+        if HAS_DOTS:
+            reads = row * 0 + start < last
         w, s0, s1 = load_rows(
-            p_table, p_slots, p_tables, table, row, dim, column, live, mask, MODE, SLOT0, SLOT1, ALIGN, SLOT_ALIGN
-        )
+            p_table, p_slots, p_tables, p_source, table, row, dim, column, reads, reads[:, None] & m_column[None, :],
+            MODE, SLOT0, SLOT1, HAS_DOTS, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+        )  # fmt: skip
+        looked_up = as_looked_up(p_tables, table, w, HAS_DOTS, CLIPPED)
         acc = tl.zeros([TERMS, BLOCK_D], tl.float32)
         position = start
         while position < last:
@@ -186,8 +219,8 @@ def long_kernel(
             inside = j < last
             next_source = tl.load(p_sources + j + TERMS, mask=j + TERMS < last, other=0)
             acc += load_gradients(
-                p_grad, p_winners, p_order, p_coefficients, j, source, inside, column_64, m_column, grad_column,
-                HAS_COEFFICIENTS, HAS_WINNERS, GRAD_ALIGN,
+                p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, j, source, inside, column_64, m_column,
+                grad_column, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, GRAD_ALIGN,
             )  # fmt: skip
             source = next_source
             position += TERMS
@@ -199,6 +232,7 @@ def long_kernel(
         finish(
             p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column,
             row * 0 + start, live, mask, g, w, s0, s1,
-            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
+            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN,
+            SLOT_ALIGN,
         )  # fmt: skip
         start, end, tag, next_tag, local = start_1, end_1, tag_1, next_tag_1, local_1

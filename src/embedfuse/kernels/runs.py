@@ -26,8 +26,8 @@ from .descriptors import (
 
 # wide words gain nothing here, so alignment makes no kernel of its own
 KEY_POINTERS = [
-    "p_features", "p_tables", "p_ids", "p_offsets", "p_weights", "p_scale", "p_keys", "p_order", "p_sources",
-    "p_coefficients", "p_list_counts",
+    "p_features", "p_tables", "p_ids", "p_offsets", "p_weights", "p_scale", "p_keys", "p_sources", "p_coefficients",
+    "p_list_counts",
 ]  # fmt: skip
 SEGMENT_POINTERS = [
     "p_owners", "p_keys", "p_order", "p_position_sources", "p_coefficients", "p_sources", "p_sorted_coefficients",
@@ -99,15 +99,13 @@ def bags_of(p_offsets, position, inside, first_bag, last_bag):
     do_not_specialize_on_alignment=KEY_POINTERS,
 )
 def key_kernel(
-    p_features, p_tables, p_ids, p_offsets, p_weights, p_scale, p_keys, p_order, p_sources, p_coefficients,
-    p_list_counts, number, bags, total_bags, feature_count, absent, grad_row, grad_column,
-    HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FROZEN: tl.constexpr, SORT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    p_features, p_tables, p_ids, p_offsets, p_weights, p_scale, p_keys, p_sources, p_coefficients, p_list_counts,
+    number, bags, total_bags, feature_count, absent, grad_row, grad_column,
+    HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FROZEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: `BLOCK` positions.
 
-    Writes the key of each, where its gradient row starts and, if there are scales, its coefficient. With `SORT` one
-    program has all positions, and writes the keys in order, and whose they are.
+    Writes the key of each, where its gradient row starts and, if there are scales, its coefficient.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     position = first + tl.arange(0, BLOCK)
@@ -147,17 +145,34 @@ def key_kernel(
     if HAS_FROZEN:
         counts = counts & (table_rule(p_tables, table) >= 0)
     key = tl.where(counts, base + ids, absent)
-    if SORT:
-        # by key, then by position; what is no position goes last
-        sorted_keys = tl.sort(tl.where(inside, key, 1 << 50) * BLOCK + position)
-        tl.store(p_order + position, sorted_keys % BLOCK, mask=inside)
-        key = sorted_keys // BLOCK
     tl.store(p_keys + position, key.to(p_keys.dtype.element_ty), mask=inside)
     source = row * grad_row + column * grad_column
     tl.store(p_sources + position, source.to(p_sources.dtype.element_ty), mask=inside)
     if HAS_SCALE:
         coefficient = weights * tl.load(p_scale + bag)
         tl.store(p_coefficients + position, coefficient, mask=inside)
+
+
+@triton.jit(do_not_specialize=["number"], do_not_specialize_on_alignment=["p_keys", "p_sorted", "p_order"])
+def rank_kernel(p_keys, p_sorted, p_order, number, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: `ROWS` keys, each put where as many come before it, of all; equal ones keep their order.
+
+    The square of the number in comparisons, but of few keys that is done before a sort in several passes has begun.
+    """
+    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = position < number
+    key = tl.load(p_keys + position, mask=inside, other=0)
+    before = tl.zeros([ROWS, BLOCK], tl.int32)
+    first = 0
+    while first < number:
+        at = first + tl.arange(0, BLOCK)
+        other = tl.load(p_keys + at, mask=at < number, other=0)[None, :]
+        earlier = (other < key[:, None]) | ((other == key[:, None]) & (at[None, :] < position[:, None]))
+        before += (earlier & (at < number)[None, :]).to(tl.int32)
+        first += BLOCK
+    rank = tl.sum(before, axis=1)
+    tl.store(p_sorted + rank, key, mask=inside)
+    tl.store(p_order + rank, position.to(tl.int64), mask=inside)
 
 
 @triton.jit

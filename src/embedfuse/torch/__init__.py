@@ -16,6 +16,7 @@ from .gather import (
     scatter_rows,
     virtual_rows,
 )
+from .joined_bags import JoinedBags
 from .memory import (
     PEER,
     MemoryPlus,
@@ -35,6 +36,7 @@ from .memory import (
 )
 from .optimizer import FusedOptimizer
 from .sparse_lookup import fused_embedding_lookup_sparse, fused_safe_embedding_lookup_sparse
+from .warmup import Warmup, warmup
 
 __all__ = [
     "PEER",
@@ -42,6 +44,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingCollection",
     "FusedOptimizer",
+    "JoinedBags",
     "MemoryPlus",
     "ProductKeyMemory",
     "ProductKeys",
@@ -49,6 +52,7 @@ __all__ = [
     "UltraMem",
     "UsageStats",
     "ValueTable",
+    "Warmup",
     "backends",
     "convert",
     "embedding_bag",
@@ -74,4 +78,5 @@ __all__ = [
     "usage_stats",
     "use_backend",
     "virtual_rows",
+    "warmup",
 ]

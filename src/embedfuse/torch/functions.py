@@ -213,11 +213,11 @@ class LookupForUpdate(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        anchor, weights, table, features, ids, offsets, layout = inputs
+        _anchor, weights, table, features, ids, offsets, layout = inputs
         ctx.layout = layout
         ctx.mark_non_differentiable(output[1])
         kept = table if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(anchor, weights, kept, features, ids, offsets, output[1])
+        ctx.save_for_backward(weights, kept, features, ids, offsets, output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -225,15 +225,15 @@ class LookupForUpdate(torch.autograd.Function):
         'lookups whose tables an optimizer steps cannot be differentiated twice: use update="autograd"'
     )
     def backward(ctx: Any, grad: Tensor | None, _scale_grad: Any) -> Any:
-        anchor, weights, table, features, ids, offsets, scale = ctx.saved_tensors
+        weights, table, features, ids, offsets, scale = ctx.saved_tensors
         if grad is None:
             return (None,) * 7
-        wanted = ctx.needs_input_grad[1]
-        anchor_grad, weights_grad = ops.finish_backward(
-            anchor, grad, table, features, ids, offsets, weights, scale, ctx.layout.bags, wanted, ctx.layout.owner, 0,
-            False,
+        weights_grad = ops.finish_backward(
+            grad, table, features, ids, offsets, weights, scale, ctx.layout.bags, ctx.needs_input_grad[1],
+            ctx.layout.owner, False,
         )  # fmt: skip
-        return anchor_grad, weights_grad if wanted else None, None, None, None, None, None
+        # the anchor only brings autograd here
+        return None, weights_grad, None, None, None, None, None
 
 
 @looped

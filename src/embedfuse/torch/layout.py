@@ -35,6 +35,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]  # of the output, without dim
     is_sequence: bool = False  # with ids of -1 where a bag has no more
     inside: Tensor | None = None  # bool [bags, copies], of a sequence: which places are before the end of their bag
+    joined: bool = False  # whether the tensors are those of all features of the launch
 
 
 @dataclass(eq=False)
@@ -217,7 +218,11 @@ def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> tuple[Tensor,
 
     A feature with fewer bags than the largest is filled up with empty ones.
     """
-    bags = parts[0].bags
+    first, bags = parts[0], parts[0].bags
+    if first.joined:
+        weights = None if first.weights is None else first.weights.to(weights_dtype).contiguous()
+        assert first.offsets is not None
+        return first.ids.contiguous(), first.offsets.contiguous(), weights, bags
     if any(part.bags != bags for part in parts):
         bags = max(part.bags for part in parts)
     kinds = {part.ids.dtype for part in parts}

@@ -34,16 +34,29 @@ class Record:
     grad: Tensor  # [B, width], any strides; not a copy, so it must stay as it is until the step
     owned: bool = False  # whether nobody else can write any of these tensors
     learns: tuple[bool, ...] = ()  # for each table of the group, whether it was to learn when backward ran
-    version: int = 0  # of `grad` at that time
+    versions: tuple[int, ...] = ()  # of what the caller might write, at that time
     factor: Tensor | None = None  # scalar the gradient is multiplied by, if it was clipped or unscaled
 
     def check(self) -> None:
-        """Raises RuntimeError if the gradient was written since backward."""
-        if not self.owned and self.grad._version != self.version:
+        """Raises RuntimeError if the gradient, or the batch, was written since backward."""
+        if self.owned or self.versions == self._versions():
+            return
+        if self.versions[0] != self.grad._version:
             raise RuntimeError(
                 "the gradient that backward gave to a lookup was changed in place before `step()`, which still reads "
                 "it: give backward a copy, out.backward(gradient.clone()), or change the gradient after the step"
             )
+        raise RuntimeError(
+            "ids, offsets or weights of a lookup were changed in place before `step()`, which still reads them: look "
+            "up copies of them, or step before the next batch is written to their place"
+        )
+
+    def watch(self) -> None:
+        """From now on, `check` is to find out about changes."""
+        self.versions = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in (self.grad, *self.csr[:3]) if tensor is not None)
 
 
 @dataclass
@@ -123,18 +136,24 @@ class Ledger:
 
 
 def _own(record: Record) -> None:
-    """Keeps what the caller might write: ids of one feature as a copy, the gradient under watch."""
+    """Keeps what the caller might write, under watch; as a copy what cannot be watched, or is cheaply copied."""
     csr = record.csr
-    if record.launch.is_single:
-        # nothing was put together for it, so these may be the caller's own
-        with torch.inference_mode(False), torch.no_grad():
-            weights = None if csr.weights is None else csr.weights.clone()
-            record.csr = Csr(csr.ids.clone(), csr.offsets.clone(), weights, csr.bags)
-    if record.grad.is_inference():
-        # has no version to watch
-        with torch.inference_mode(False), torch.no_grad():
+    # ids of one feature were not put together, so these may be the caller's own
+    copied = record.launch.is_single and not csr.ids.is_cuda
+    with torch.inference_mode(False), torch.no_grad():
+        ids, offsets, weights = (
+            tensor if tensor is None or not (copied or _changes(tensor)) else tensor.clone() for tensor in csr[:3]
+        )
+        if record.grad.is_inference():
             record.grad = record.grad.clone()
-    record.version = record.grad._version
+    assert ids is not None and offsets is not None
+    record.csr = Csr(ids, offsets, weights, csr.bags)
+    record.watch()
+
+
+def _changes(tensor: Tensor) -> bool:
+    """Whether a tensor has no version to watch, or is a parameter that another optimizer may step before."""
+    return tensor.is_inference() or (tensor.is_leaf and tensor.requires_grad)
 
 
 @dataclass(eq=False)

@@ -132,15 +132,15 @@ def _lookup_for_update(
 
 
 def finish_backward(
-    anchor: Tensor, grad: Tensor, table: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor,
-    weights: Tensor | None, scale: Tensor, bags: int, weights_need_grad: bool, owner: int, call: int, compiled: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Hands a lookup whose backward runs to its ledger; returns gradients of the anchor and of the weights.
+    grad: Tensor, table: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
+    scale: Tensor, bags: int, weights_need_grad: bool, owner: int, compiled: bool,
+) -> Tensor | None:  # fmt: skip
+    """Hands a lookup whose backward runs to its ledger; returns the gradient of the weights.
 
-    The weights' gradient comes first: in `"backward"` mode the rows change now.
+    It comes first: in `"backward"` mode the rows change now.
     """
     csr = Csr(ids, offsets, weights, bags)
-    weights_grad = grad.new_empty(0)
+    weights_grad = None
     if weights_need_grad and table is not None:
         weights_grad = select(table.device, table.dtype).coefficient_grad(table, features, csr, scale, grad)
     slot = ledger.find(owner)
@@ -156,7 +156,17 @@ def finish_backward(
             "backward came to a lookup whose EmbeddingCollection is gone, so nobody can use the gradient: keep the "
             'collection until backward, or use update="autograd" inside of torch.func transforms'
         )
-    return torch.zeros_like(anchor), weights_grad
+    return weights_grad
+
+
+def _finish_backward(
+    anchor: Tensor, grad: Tensor, table: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor,
+    weights: Tensor | None, scale: Tensor, bags: int, weights_need_grad: bool, owner: int, call: int, compiled: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    weights_grad = finish_backward(
+        grad, table, features, ids, offsets, weights, scale, bags, weights_need_grad, owner, compiled
+    )
+    return torch.zeros_like(anchor), grad.new_empty(0) if weights_grad is None else weights_grad
 
 
 def _row_grad(
@@ -182,7 +192,7 @@ def _coefficient_grad(
 for _name, _body in (
     ("pooled_lookup", _pooled_lookup),
     ("lookup_for_update", _lookup_for_update),
-    ("finish_backward", finish_backward),
+    ("finish_backward", _finish_backward),
     ("row_grad", _row_grad),
     ("coefficient_grad", _coefficient_grad),
 ):

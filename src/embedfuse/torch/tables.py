@@ -208,3 +208,12 @@ def named_tables(configs: Sequence[TableConfig]) -> list[str]:
                 "object to share the table"
             )
     return names
+
+
+def check_device(device: Any) -> None:
+    """Raises RuntimeError if `device` is a GPU and this machine offers none."""
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f'`device` must be one this machine has, got {str(device)!r} and torch sees no CUDA GPU: use device="cpu", '
+            "or install a CUDA build of torch on a machine with a GPU"
+        )

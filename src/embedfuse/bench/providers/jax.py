@@ -29,7 +29,10 @@ def make(work: Workload, option: str, shared: Shared) -> Provider:
     """SGD and both forms of Adagrad."""
     if work.case.optimizer == "adam" or work.case.weights == "learned":
         raise Unsupported("not written for Adam or gradients of weights")
-    return Jax(work, importlib.import_module("jax"))
+    jax = importlib.import_module("jax")
+    # else it would take a GPU, if there is one
+    jax.config.update("jax_platforms", "cpu")
+    return Jax(work, jax)
 
 
 class Jax:

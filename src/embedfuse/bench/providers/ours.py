@@ -10,7 +10,7 @@ import embedfuse
 
 from ...config import FeatureConfig, TableConfig
 from ...plan import ALIGNMENT, T_OFFSET, T_RULE, T_SLOT0, PlannedFeature, plan_group
-from ...torch import Bags, EmbeddingCollection, FusedOptimizer
+from ...torch import EmbeddingCollection, FusedOptimizer, JoinedBags
 from ...torch.backends import Csr, Policy, Update, select
 from ..batches import Batch, Workload
 from ..rules import rule_of
@@ -48,7 +48,7 @@ class Collection:
             out_of_range="ignore",
         )  # fmt: skip
         self.inputs = {id(batch): self._inputs(batch) for batch in (*work.batches, work.again)}
-        self.last: dict[str, Any] = {}
+        self.last: Any = None
         self.phases: Mapping[str, Phase] = {
             "forward": Phase(lambda batch, _: self._forward(batch)),
             "backward": Phase(self._backward, self._look_up),
@@ -56,15 +56,13 @@ class Collection:
         }
         self.reset()
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for number, place, _, offsets in self.work.features(batch):
-            weights = None if batch.weights is None else batch.weights[place].clone()
-            if weights is not None and self.work.case.weights == "learned":
-                weights.requires_grad_()
-            ids = batch.ids[place]
-            made[f"t{number}"] = ids if self.work.case.sequence else Bags(ids, offsets, weights)
-        return made
+    def _inputs(self, batch: Batch) -> Any:
+        if self.work.case.sequence:
+            return {f"t{number}": batch.ids[place] for number, place, _, _ in self.work.features(batch)}
+        weights = batch.weights
+        if weights is not None and self.work.case.weights == "learned":
+            weights = weights.clone().requires_grad_()
+        return JoinedBags(batch.ids, batch.offsets, weights, names=len(self.work.case.rows))
 
     def reset(self) -> None:
         with torch.no_grad():
@@ -89,8 +87,7 @@ class Collection:
     def _look_up(self, batch: Batch) -> Tensor:
         inputs = self.inputs[id(batch)]
         if self.work.case.weights == "learned":
-            for bags in inputs.values():
-                bags.weights.grad = None
+            inputs.weights.grad = None
         return self.collection.concatenated(inputs)
 
     def output(self, batch: Batch) -> Tensor:
@@ -100,7 +97,7 @@ class Collection:
         return self.collection.tables[f"t{table}"].detach()[ids]
 
     def weight_grad(self) -> Tensor | None:
-        return torch.cat([bags.weights.grad for bags in self.last.values()]) if self.last else None
+        return None if self.last is None else self.last.weights.grad
 
 
 class Engine:

@@ -50,7 +50,7 @@ class BadId(IndexError):
 
 
 class Rows(NamedTuple):
-    """Where rows can be read, for the gradient of cutting them to a length (MAX_NORM)."""
+    """Where rows can be read: for the gradient of cutting them to a length (MAX_NORM), and for that of weights."""
 
     table: Tensor  # what SOURCE in `tables` counts from; of the type the sums are written in
     tables: Tensor  # int64 [T, TABLE_WIDTH]; OFFSET is where the sums are written
@@ -136,12 +136,17 @@ class Backend(Protocol):
         ...
 
     def row_grad(
-        self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None
-    ) -> None:
+        self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
+        dots: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """The same sums, put in `out` at OFFSET + id * DIM; `out` is flat, of the table's dtype, zero on entry.
 
         `rows` must be given if any table has a MAX_NORM. Its descriptors then say which key (ROW_BASE + id) belongs to
         which table and where that row goes; there may be more tables than the features name (shards of one).
+
+        `dots` `[N]` of the accumulation dtype, zero on entry, gets the gradient of each weight as well, as
+        `coefficient_grad` gives it for an empty `scale` (and `scale` must be empty): `<row(id_i), grad of its bag>`.
+        Each row is read once for all of its ids, from `rows`, which must be given.
         """
         ...
 

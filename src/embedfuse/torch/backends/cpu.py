@@ -116,9 +116,11 @@ class CpuBackend:
             slot[rows] = value
 
     def row_grad(
-        self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None
-    ) -> None:
-        cpu.row_grad(out, features, _packed(csr), scale.contiguous(), grad, rows, threads=torch.get_num_threads())
+        self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
+        dots: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        csr, threads = _packed(csr), torch.get_num_threads()
+        cpu.row_grad(out, features, csr, scale.contiguous(), grad, rows, dots, threads=threads)
 
     def prepare_ids(self, features: Tensor, csr: Csr, shards: Shards | None, policy: Policy) -> Prepared:
         csr = _packed(csr)

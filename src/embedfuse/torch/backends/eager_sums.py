@@ -263,12 +263,12 @@ def tables_of(features: Tensor) -> Tensor:
 
 def row_sums(
     features: Tensor, tables: Tensor, source: Tensor | None, csr: Csr, scale: Tensor, grad: Tensor, dtype: torch.dtype,
-    wanted: Callable[[list[Any]], bool] = lambda table: True,
+    wanted: Callable[[list[Any]], bool] = lambda table: True, dots: Tensor | None = None,
 ) -> Iterator[tuple[int, list[Any], Tensor, Tensor]]:  # fmt: skip
     """The summed gradients of the `wanted` tables, whose type is `dtype`.
 
     For each: its number, its descriptors, the rows in the batch `[U]`, their gradients `[U, dim]`. `source` is read
-    where rows are cut.
+    where rows are cut, and for `dots`, see `Backend.row_grad`.
     """
     ids, accumulation = read(features, csr, dtype), accumulation_dtype(dtype)
     key, order = (features[:, ROW_BASE][ids.feature] + ids.id).sort(stable=True)
@@ -286,10 +286,22 @@ def row_sums(
         gather = grad_of(features, ids.take(mine), grad, table[T_DIM], accumulation)
         sums = sum_runs(weighted(gather, None if factor is None else factor[mine]), repeats, table[T_DIM], accumulation)
         rows = key[mine][leaders] - base
+        if dots is not None and source is not None:
+            each = _rows_at_source(source, table, key[mine] - base, accumulation)
+            for part in blocks(length, table[T_DIM]):
+                dots[ids.position[mine][part]] = (each(part) * gather(part)).sum(1)
         if table[T_MAX_NORM] != NO_MAX_NORM and source is not None:
             looked_up = view_of_table(source, table, T_SOURCE, "element").index_select(0, rows).to(accumulation)
             sums = cut_gradient(sums, looked_up, number_of(table[T_MAX_NORM]))
         yield number, table, rows, sums
+
+
+def _rows_at_source(source: Tensor, table: list[Any], rows: Tensor, dtype: torch.dtype) -> Callable[[slice], Tensor]:
+    """A function that gathers rows of a table from T_SOURCE on, cut to their length."""
+    all_rows, longest = view_of_table(source, table, T_SOURCE, "element"), number_of(table[T_MAX_NORM])
+    if table[T_MAX_NORM] == NO_MAX_NORM:
+        return lambda part: all_rows.index_select(0, rows[part]).to(dtype)
+    return lambda part: cut(all_rows.index_select(0, rows[part]).to(dtype), longest)
 
 
 def view_of_table(base: Tensor, table: list[Any], column: int, kind: str) -> Tensor:

@@ -68,9 +68,9 @@ def _direct() -> bool:
 
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...], warps: int,
-    constants: dict[str, Any], stream: torch.cuda.Stream | None = None,
+    constants: dict[str, Any], stream: torch.cuda.Stream | None = None, registers: int | None = None,
 ) -> None:  # fmt: skip
-    """`kernel[grid](*tensors, *numbers, **constants, num_warps=warps)` on the current device.
+    """`kernel[grid](*tensors, *numbers, **constants, num_warps=warps, maxnreg=registers)` on the current device.
 
     Args:
         kernel: a `triton.jit` function of pointers, then numbers, then constexpr parameters.
@@ -80,6 +80,7 @@ def launch(
         warps: warps of a program.
         constants: the constexpr parameters, in any order that is the same from call to call.
         stream: another than the current one.
+        registers: the most that a thread may have; always the same for a kernel with these warps and constants.
     """
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     key = (
@@ -98,7 +99,8 @@ def launch(
         )  # fmt: skip
         return
     with torch.cuda.stream(stream):
-        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **OPTIONS)
+        options = OPTIONS if registers is None else {**OPTIONS, "maxnreg": registers}
+        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **options)
     if key[-1] >= 0 and _direct() and all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
         ordered = tuple(constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
         _known[key] = _Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)

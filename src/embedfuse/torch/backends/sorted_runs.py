@@ -1,7 +1,7 @@
 """Ids of a batch → sorted runs of equal rows on the device: the first half of every op that sums gradients by row.
 
-Launches: keys, sort, segments; a fixed number, whatever the number of tables and features. Few ids are sorted by the
-kernel that makes their keys.
+Launches: keys, sort, segments; a fixed number, whatever the number of tables and features. Few ids are sorted by one
+launch, many by PyTorch's.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.configs import UpdateConfig
-from ...kernels.runs import key_kernel, segment_kernel
+from ...kernels.runs import key_kernel, rank_kernel, segment_kernel
 from ...plan import FROZEN
 from . import Csr
 from .descriptor_facts import TableFacts
@@ -20,6 +20,8 @@ from .launching import launch
 INT32 = 2**31 - 1
 STEP = 4
 """Partial sums start at multiples of this many elements."""
+RANKED = 16
+"""Keys that one program of `rank_kernel` puts in their places."""
 ALIGNMENT = 32
 """As do tensors that share an allocation."""
 
@@ -118,21 +120,16 @@ def sorted_runs(
     sources, coefficients = made.pop("position_sources"), made.pop("position_coefficients")
     # by itself: what was sorted need not be kept
     keys = torch.empty(number, dtype=key_kind, device=csr.ids.device)
-    few = next((size for size in config.few if number <= size), None)
-    order = None if few is None else torch.empty(number, dtype=torch.int64, device=csr.ids.device)
     launch(
-        key_kernel, (ceil_div(number, few or config.keys),), (
-            features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, order, sources,
+        key_kernel, (ceil_div(number, config.keys),), (
+            features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, sources,
             coefficients if has_scale else None, made["list_counts"],
-        ), (number, csr.bags, total_bags, feature_count, facts.rows, grad.stride(0), grad.stride(1)),
-        max((few or config.keys) // 128, 1), {
+        ), (number, csr.bags, total_bags, feature_count, facts.rows, grad.stride(0), grad.stride(1)), 4, {
             "HAS_WEIGHTS": csr.weights is not None, "HAS_SCALE": has_scale,
-            "HAS_FROZEN": learners_only and FROZEN in facts.rules, "SORT": few is not None,
-            "BLOCK": few or config.keys,
+            "HAS_FROZEN": learners_only and FROZEN in facts.rules, "BLOCK": config.keys,
         },
     )  # fmt: skip
-    if order is None:
-        keys, order = torch.sort(keys, stable=True)
+    keys, order = torch.sort(keys, stable=True) if number > config.few else ranked(keys)
     unsorted = coefficients if has_scale else csr.weights
     sorted_coefficients = made.pop("coefficients")
     runs = SortedRuns(
@@ -149,3 +146,11 @@ def sorted_runs(
         },
     )  # fmt: skip
     return runs
+
+
+def ranked(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.sort(keys, stable=True)` in one launch, for few keys."""
+    number = keys.shape[0]
+    found, order = torch.empty_like(keys), torch.empty(number, dtype=torch.int64, device=keys.device)
+    launch(rank_kernel, (ceil_div(number, RANKED),), (keys, found, order), (number,), 4, {"ROWS": RANKED, "BLOCK": 256})
+    return found, order

@@ -21,6 +21,8 @@ STEP_ROWS, STORE_SUMS, SQUARE_SUMS = range(3)
 SLOT_KINDS = {"element": 1, "row": 2}
 WIDE_WORD = 16
 """Bytes of the widest load."""
+FEW = 1 << 14
+"""Ids that do not keep a GPU busy."""
 BESIDE = 1 << 17
 """Ids from which on a second stream is worth the host's time."""
 
@@ -35,13 +37,13 @@ class Target:
     slots: int = 1
     rules: tuple[tuple[int, type[Optimizer] | None], ...] = ((0, None),)
     update: Update | None = None
-    source: Tensor | None = None  # where the rows can be read, if some are cut to a length
+    source: Tensor | None = None  # where the rows can be read, if some are cut to a length or have dots made
     sources: int = 1  # alignment of the rows in `source`
 
 
 def finish(
     target: Target, tables: Tensor, facts: TableFacts, runs: SortedRuns, grad: Tensor,
-    winners: Tensor | None, columns: int, config: UpdateConfig,
+    winners: Tensor | None, columns: int, config: UpdateConfig, dots: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sums the gradient rows of each run, and does with the sums what `target` says.
 
@@ -54,11 +56,12 @@ def finish(
         winners: of max pooling: positions in the ids; only elements won by an id are of its gradient.
         columns: alignment of the features' columns.
         config: tile sizes, those that `runs` was made with.
+        dots: gets the dot of each id's row, read from `target.source`, with its gradient row; see `Backend.row_grad`.
     """
     update = target.update
     slots, hyper, steps = (update.slots, update.hyper, update.steps) if update else (None,) * 3
     grad_scale, skip = (update.grad_scale, update.skip) if update else (None, None)
-    source = target.source if facts.clipped else None
+    source = target.source if facts.clipped or dots is not None else None
     common: dict[str, Any] = {
         "MODE": target.mode, "AT_RANDOM": update is not None and update.at_random,
         "SEVERAL_RULES": len(target.rules) > 1, "HAS_GRAD_SCALE": grad_scale is not None,
@@ -68,10 +71,11 @@ def finish(
         "BLOCK_D": config.block_d,
     }  # fmt: skip
     state = (target.out, slots, tables, hyper, steps, grad_scale, skip)
-    read = (grad, winners, runs.order if winners is not None else None, runs.sources, runs.coefficients)
+    order = None if winners is None and dots is None else runs.order
+    read = (grad, winners, order, dots, runs.sources, runs.coefficients)
     reading = {
         "HAS_COEFFICIENTS": runs.coefficients is not None, "HAS_WINNERS": winners is not None,
-        "GRAD_ALIGN": grad_align(columns, grad),
+        "HAS_DOTS": dots is not None, "GRAD_ALIGN": grad_align(columns, grad),
     }  # fmt: skip
     rules = [(number, _rule(rule)) for number, rule in target.rules]
     # long segments wait for memory where short ones move it, so both together are faster than one after the other
@@ -86,13 +90,15 @@ def finish(
             ), (grad.stride(1), runs.stride, number), config.long_warps,
             {**rule, **reading, **common, "TERMS": config.terms}, stream,
         )  # fmt: skip
+    # few ids are dealt out to all programs that there can be
+    parts = config.block // config.segments if runs.number <= FEW else config.parts
     for number, rule in rules:
         launch(
-            segments_kernel, (runs.blocks * config.parts,), (
+            segments_kernel, (runs.blocks * parts,), (
                 *state, *read, runs.starts, runs.tags, runs.rows, runs.first_sources, runs.counts, runs.partials,
                 source,
             ), (grad.stride(1), runs.stride, number), config.warps,
-            {**rule, **reading, **common, "BLOCK": config.block, "PARTS": config.parts,
+            {**rule, **reading, **common, "BLOCK": config.block, "PARTS": parts,
              "SEGMENTS": config.segments},
         )  # fmt: skip
     if side is not None:

@@ -99,7 +99,7 @@ class TritonBackend:
                     "CLIPPED": facts.clipped, "ALIGN": rows_align(facts.starts, table),
                     "OUT_ALIGN": rows_align(alignment(facts.columns, width), out), "BLOCK_D": config.block_d,
                     "BAGS" if config.short else "ROWS": config.lanes,
-                },
+                }, registers=config.registers,
             )  # fmt: skip
         return out, scale
 
@@ -217,19 +217,22 @@ class TritonBackend:
         self._sum_by_row(target, update.features, update.tables, csr, scale, grad)
 
     def row_grad(
-        self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None
-    ) -> None:
+        self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
+        dots: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """See `Backend`."""
         if features.shape[0] == 0:
             return
         if rows is not None:
             facts = table_facts(rows.tables)
             target = Target(STORE_SUMS, out, facts.starts, source=rows.table, sources=facts.sources)
-            self._sum_by_row(target, features, rows.tables, csr, scale, grad)
+            self._sum_by_row(target, features, rows.tables, csr, scale, grad, dots=dots)
             return
         read = feature_facts(features)
         if read.clipped:
             raise ValueError("`rows` must be given where a feature has a MAX_NORM: the gradient depends on them")
+        if dots is not None:
+            raise ValueError("`rows` must be given with `dots`, which are made with them")
         self._sum_by_row(Target(STORE_SUMS, out, read.starts), features, read.tables, csr, scale, grad)
 
     def max_grad(self, out: Tensor, features: Tensor, csr: Csr, winners: Tensor, grad: Tensor) -> None:
@@ -258,7 +261,7 @@ class TritonBackend:
 
     def _sum_by_row(
         self, target: Target, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor,
-        winners: Tensor | None = None,
+        winners: Tensor | None = None, dots: Tensor | None = None,
     ) -> None:  # fmt: skip
         if csr.ids.shape[0] == 0 or csr.bags == 0:
             return
@@ -267,7 +270,7 @@ class TritonBackend:
         config = self._update_config(facts.widest)
         with on_device(grad.device):
             runs = sorted_runs(features, tables, facts, csr, scale, grad, config, target.mode != STORE_SUMS)
-            finish(target, tables, facts, runs, grad, winners, known_columns(features), config)
+            finish(target, tables, facts, runs, grad, winners, known_columns(features), config, dots)
 
 
 def _contiguous(csr: Csr) -> Csr:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from ...config import FeatureConfig, TableConfig
 from ...optim import Optimizer
 from ..bags import Bags
-from ..collection import EmbeddingCollection, check_device
+from ..collection import EmbeddingCollection
 from ..initializers import initialize
-from ..tables import Tables
+from ..tables import Tables, check_device
 from .column import CategoricalColumn
 from .embedding import EmbeddingTable
 from .plain import plain_lookup

@@ -6,7 +6,8 @@ Ids are in bags: bag `b` owns positions `offsets[b] .. offsets[b + 1]` of `ids`.
     gather_dot    out[i] = <table[id_i], x[b]>      b being the bag of position i
     scatter_sum   out[id_i] += w_i grad[b]          zeros elsewhere
 
-Each one's gradients are the other two.
+Each one's gradients are the other two. `scatter_and_dot` is `scatter_sum` and `gather_dot` of the same ids and vectors,
+which is what the backward of `gather_sum` asks for, in one pass over the rows.
 """
 
 from typing import Any
@@ -15,14 +16,17 @@ import torch
 from torch import Tensor
 
 from .. import one_table
-from ..backends import BadId, Csr, Policy, accumulation_dtype, device_errors, select
+from ..backends import BadId, Csr, Policy, Rows, accumulation_dtype, device_errors, select
 from ..zero_pages import zero_pages
 
+MANY_NUMBERS = 1 << 24
+"""Of a gradient, from which on it pays to write zeros to the rows alone that no id names."""
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _IDS = "Tensor ids, Tensor offsets"
 _lib.define(f"gather_sum(Tensor table, Tensor? weights, {_IDS}, str policy) -> Tensor")
 _lib.define(f"gather_dot(Tensor table, Tensor x, {_IDS}, str policy) -> Tensor")
 _lib.define(f"scatter_sum(Tensor grad, Tensor? weights, {_IDS}, SymInt rows, ScalarType dtype, str policy) -> Tensor")
+_lib.define(f"scatter_and_dot(Tensor table, Tensor grad, Tensor? weights, {_IDS}, str policy) -> (Tensor, Tensor)")
 
 
 def gather_sum(table: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, policy: Policy) -> Tensor:
@@ -55,13 +59,30 @@ def scatter_sum(
     """`[rows, D]` of `dtype`; `grad` `[B, D]` of any float dtype and any strides."""
     bags, dim = grad.shape
     refuse_bad_ids(ids, rows, policy)
-    out = zero_pages((rows, dim), grad, dtype)
+    out = _zeros(rows, dim, ids, grad, dtype)
     if bags and dim and rows and ids.shape[0]:
         features = one_table.descriptor(out, "sum", 0, False)
         unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))
         csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
         select(grad.device, dtype).row_grad(out.view(-1), features, csr, unscaled, grad.detach())
     return out
+
+
+def scatter_and_dot(
+    table: Tensor, grad: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, policy: Policy
+) -> tuple[Tensor, Tensor]:
+    """`scatter_sum` of `grad` to the shape and dtype of `table`, and `gather_dot` of `table` with `grad`."""
+    bags, (rows, dim) = offsets.shape[0] - 1, table.shape
+    refuse_bad_ids(ids, rows, policy)
+    kind = accumulation_dtype(table.dtype)
+    out, dots = _zeros(rows, dim, ids, table, table.dtype), table.new_zeros(ids.shape, dtype=kind)
+    if bags and dim and rows and ids.shape[0]:
+        features, tables = (one_table.descriptor(out, "sum", 0, False, table=table) for table in (False, True))
+        csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
+        read = Rows(_flat(table), tables)
+        engine = select(table.device, table.dtype)
+        engine.row_grad(out.view(-1), features, csr, table.new_empty(0, dtype=kind), grad.detach(), read, dots)
+    return out, dots
 
 
 def refuse_bad_ids(ids: Tensor, rows: int, policy: Policy) -> None:
@@ -82,12 +103,25 @@ def refuse_bad_ids(ids: Tensor, rows: int, policy: Policy) -> None:
     torch.maximum(flag, word, out=flag)
 
 
+def _zeros(rows: int, dim: int, ids: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """What sums of the rows that `ids` name are put into: `[rows, dim]`, zero, or at least where no id is."""
+    if rows * dim >= MANY_NUMBERS and 2 * ids.shape[0] >= rows and select(like.device, dtype).name == "triton":
+        # imported here, since Triton need not be installed
+        from ..backends.triton_memory import zeros_elsewhere
+
+        return zeros_elsewhere(ids, rows, dim, dtype)
+    return zero_pages((rows, dim), like, dtype)
+
+
 def _flat(table: Tensor) -> Tensor:
     # a copy of tables with gaps; `reshape` would keep some of them, such as an expanded number
     return table.detach().contiguous().view(-1)
 
 
-for _name, _body in (("gather_sum", gather_sum), ("gather_dot", gather_dot), ("scatter_sum", scatter_sum)):
+for _name, _body in (
+    ("gather_sum", gather_sum), ("gather_dot", gather_dot), ("scatter_sum", scatter_sum),
+    ("scatter_and_dot", scatter_and_dot),
+):  # fmt: skip
     _lib.impl(_name, _body, "CompositeExplicitAutograd")
 
 
@@ -107,3 +141,9 @@ def _(table: Tensor, x: Tensor, ids: Tensor, offsets: Tensor, policy: str) -> Te
 @torch.library.register_fake("embedfuse::scatter_sum", lib=_lib)  # type: ignore[untyped-decorator]
 def _(grad: Tensor, weights: Any, ids: Tensor, offsets: Tensor, rows: Any, dtype: torch.dtype, policy: str) -> Tensor:
     return grad.new_empty((rows, grad.shape[1]), dtype=dtype)
+
+
+@torch.library.register_fake("embedfuse::scatter_and_dot", lib=_lib)  # type: ignore[untyped-decorator]
+def _(table: Tensor, grad: Tensor, weights: Any, ids: Tensor, offsets: Tensor, policy: str) -> tuple[Tensor, Tensor]:
+    dots = table.new_empty((ids.shape[0],), dtype=accumulation_dtype(table.dtype))
+    return table.new_empty(table.shape), dots

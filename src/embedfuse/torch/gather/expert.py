@@ -186,11 +186,17 @@ class _ExpertLookup(torch.autograd.Function):
         needs = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 8
         neurons = hidden(dots, gates, ctx.activation)
-        if needs[2]:
+        others = any(needs[at] for at in (0, 1, 3, 4))
+        if needs[2] and others:
+            coefficients = (neurons * scores).reshape(-1).to(accumulation_dtype(up.dtype))
+            grads[2], agreement = gather_functions.scatter_and_dot(up, grad, coefficients, flat, offsets, "drop")
+            agreement = agreement.view(bags, places)
+        elif needs[2]:
             grads[2] = rows(neurons * scores, grad, up)
-        if not any(needs[at] for at in (0, 1, 3, 4)):
+        elif others:
+            agreement = dot(up, grad)
+        if not others:
             return tuple(grads)
-        agreement = dot(up, grad)
         if needs[3]:
             grads[3] = agreement * neurons
         # of the neurons, then of the dot products

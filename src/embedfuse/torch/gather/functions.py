@@ -67,6 +67,19 @@ def scatter_sum(
     return made
 
 
+def scatter_and_dot(
+    table: Tensor, grad: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, policy: Policy
+) -> tuple[Tensor, Tensor]:
+    """`bodies.scatter_and_dot`: in one pass where no derivative can be asked for, else by the primitives."""
+    if torch.is_grad_enabled() or is_transformed():
+        dots = gather_dot(table, grad, ids, offsets, policy)
+        return scatter_sum(grad, weights, ids, offsets, table.shape[0], table.dtype, policy), dots
+    if is_watched(table, grad, weights, ids):
+        made: tuple[Tensor, Tensor] = torch.ops.embedfuse.scatter_and_dot(table, grad, weights, ids, offsets, policy)
+        return made
+    return bodies.scatter_and_dot(table, grad, weights, ids, offsets, policy)
+
+
 def _is_traced(*tensors: Tensor | None) -> bool:
     """Whether ops are needed. They have no forward mode, and torch takes that for a tangent of zero."""
     if not is_watched(*tensors):
@@ -95,6 +108,8 @@ def _refuse_nested_forward_mode() -> None:
 
 def _gather_sum_grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     grad, table, weights, ids, offsets = _alive(grad, *ctx.saved_tensors)
+    if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] and ctx.sink is None:
+        return scatter_and_dot(table, grad, weights, ids, offsets, "drop")
     # the weights first, since a sink may change the table
     weights_grad = gather_dot(table, grad, ids, offsets, "drop") if ctx.needs_input_grad[1] else None
     return _table_grad(ctx, grad, weights, ids, offsets), weights_grad

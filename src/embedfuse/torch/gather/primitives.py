@@ -18,6 +18,7 @@ from ..nest import rebuild
 from . import functions as gather_functions
 from .arguments import check_choices, check_table, checked, read_indices, read_vectors, read_weights
 from .functions import Sink
+from .masked import MaskedRows, check_row_mask
 from .sinks import CoalescedRows, IntoBuffer, opened_table
 
 
@@ -28,6 +29,7 @@ def gather_reduce_sum(
     *,
     grad: Literal["dense", "sparse"] = "dense",
     grad_into: Tensor | None = None,
+    row_mask: Tensor | None = None,
     out_of_range: Policy = "raise",
 ) -> Tensor:
     """Weighted sums of rows of a table.
@@ -46,6 +48,8 @@ def gather_reduce_sum(
         grad: the gradient of `params` is "dense", or "sparse": a `torch.sparse_coo` tensor of the distinct rows.
         grad_into: float32 (float64 for float64 tables) `[V, D]`: gradients of `params` are added to it in backward, and
             `params.grad` stays as it is.
+        row_mask: bool `[V]`: rows where it is False get no gradient, and no step of an optimizer; they are read like
+            the others. For fine-tuning some slots of a memory (Lin et al. 2025, arXiv:2510.15103).
         out_of_range: indices outside of `[0, V)` "raise" (on a GPU at a later call, since checking must not wait), or
             count as absent: "drop", and "ignore".
 
@@ -55,14 +59,14 @@ def gather_reduce_sum(
     Raises:
         IndexError: an index outside of the table.
         ValueError, TypeError: arguments that do not fit together.
-        NotImplementedError: `grad_into`, `grad="sparse"` or a collection inside of `torch.func` transforms; the first
-            two also where the call is compiled.
+        NotImplementedError: `grad_into`, `row_mask`, `grad="sparse"` or a collection inside of `torch.func` transforms;
+            all but the last also where the call is compiled.
     """
     ids, offsets, shape = read_indices("indices", indices)
     check_choices(grad, out_of_range)
-    if isinstance(params, EmbeddingCollection) and is_watched(ids) and params.update != "autograd":
+    if isinstance(params, EmbeddingCollection) and is_watched(ids) and params.update != "autograd" and row_mask is None:
         return _through_collection(params, ids, offsets, weights, indices)
-    table, sink = _table("params", params, indices, grad, grad_into)
+    table, sink = _table("params", params, indices, grad, grad_into, row_mask)
     flat = read_weights("weights", weights, indices, table)
     out = checked(
         lambda: gather_functions.gather_sum(table, flat, ids, offsets, out_of_range, sink), indices, table.shape[0]
@@ -155,8 +159,9 @@ def scatter_rows(
 
 
 def _table(
-    name: str, given: Tensor | EmbeddingCollection, indices: Tensor, grad: str, buffer: Tensor | None
-) -> tuple[Tensor, Sink | None]:
+    name: str, given: Tensor | EmbeddingCollection, indices: Tensor, grad: str, buffer: Tensor | None,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Sink | None]:  # fmt: skip
     """The table, and the sink of its gradient unless that is dense."""
     sink: Sink | None = None
     if isinstance(given, EmbeddingCollection):
@@ -173,12 +178,15 @@ def _table(
         sink = IntoBuffer(buffer)
     elif grad == "sparse":
         sink = CoalescedRows()
+    if row_mask is not None:
+        check_row_mask(row_mask, table)
+        sink = MaskedRows(row_mask, sink)
     if sink is None or not (torch.is_grad_enabled() and table.requires_grad):
         return table, None
     if is_transformed() or is_watched(table, indices):
         raise NotImplementedError(
             f"inside of torch.func transforms and of torch.compile `{name}` can have dense gradients only: leave out "
-            '`grad` and `grad_into`, and use a tensor or a collection with update="autograd"'
+            '`grad`, `grad_into` and `row_mask`, and use a tensor or a collection with update="autograd"'
         )
     return table, sink
 

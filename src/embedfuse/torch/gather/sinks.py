@@ -16,7 +16,8 @@ from ..backends import Csr, Update, accumulation_dtype, select
 from ..collection import EmbeddingCollection
 
 
-def _refuse_second_derivative(grad: Tensor, weights: Tensor | None) -> None:
+def refuse_second_derivative(grad: Tensor, weights: Tensor | None) -> None:
+    """Raises where a gradient that is taken care of would be differentiated."""
     if torch.is_grad_enabled() and (grad.requires_grad or (weights is not None and weights.requires_grad)):
         raise NotImplementedError(
             'only dense table gradients can be differentiated again: use grad="dense" without `grad_into`, and a table '
@@ -31,7 +32,7 @@ class CoalescedRows:
         self, grad: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype
     ) -> Tensor:
         """See `Sink`."""
-        _refuse_second_derivative(grad, weights)
+        refuse_second_derivative(grad, weights)
         inside = (ids >= 0) & (ids < shape[0])
         distinct, place = torch.unique(torch.where(inside, ids.long(), -1), return_inverse=True)
         absent = int(distinct.shape[0] > 0 and int(distinct[0]) < 0)
@@ -56,7 +57,7 @@ class IntoBuffer:
         self, grad: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype
     ) -> None:
         """See `Sink`."""
-        _refuse_second_derivative(grad, weights)
+        refuse_second_derivative(grad, weights)
         if not ids.shape[0] or not self.buffer.numel():
             return
         kind = self.buffer.dtype
@@ -100,7 +101,7 @@ class IntoLedger:
         self, grad: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype
     ) -> None:
         """See `Sink`."""
-        _refuse_second_derivative(grad, weights)
+        refuse_second_derivative(grad, weights)
         unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))
         csr = Csr(ids, offsets, weights, offsets.shape[0] - 1)
         self.slot.ledger.add(ledgers.Record(self.slot.group, self.slot.launch, csr, unscaled, grad))

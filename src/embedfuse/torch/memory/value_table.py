@@ -21,6 +21,8 @@ class ValueTable(nn.Module):
     dimensions and without the gathered rows in memory. The rows are the one table of an `EmbeddingCollection`, so
     everything that steps those steps these.
 
+    Assign bool `[num_rows]` to `row_mask`, and only rows where it is True learn; the others are read as ever.
+
     Args:
         num_rows: of the table.
         dim: width of a row.
@@ -50,6 +52,8 @@ class ValueTable(nn.Module):
         self.collection = EmbeddingCollection(
             feature, optimizer=optimizer, update=update, device=device, out_of_range="drop", grad=grad
         )
+        self.row_mask: Tensor | None
+        self.register_buffer("row_mask", None, persistent=False)
         self.register_load_state_dict_pre_hook(_from_embedding_bag)  # type: ignore[no-untyped-call]
 
     @property
@@ -80,12 +84,13 @@ class ValueTable(nn.Module):
     def forward(self, indices: Tensor, weights: Tensor | None = None) -> Tensor:
         """Weighted sums of rows, `[..., K] → [..., dim]`; negative indices count as absent."""
         if self.update != "autograd":
-            return gather_reduce_sum(self.collection, indices, weights, out_of_range="drop")
+            return gather_reduce_sum(self.collection, indices, weights, row_mask=self.row_mask, out_of_range="drop")
         # sparse gradients are for eager training only
         sparse = self.collection.grad == "sparse" and torch.is_grad_enabled()
         return gather_reduce_sum(
-            self.weight, indices, weights, grad="sparse" if sparse else "dense", out_of_range="drop"
-        )
+            self.weight, indices, weights, grad="sparse" if sparse else "dense", row_mask=self.row_mask,
+            out_of_range="drop",
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.dim}, update={self.update!r}"
