@@ -82,9 +82,10 @@ def check_row_grad_with_dots(work: Workload, backend: Backend) -> tuple[Tensor, 
     dots = torch.zeros(csr.ids.shape, dtype=getattr(torch, kind), device=work.table.device)
     rows = Rows(work.table, work.tables)
     backend.row_grad(out, work.features, work.csr, unscaled, work.grad, rows, dots)
-    # the sums are those of a call without dots, to the last bit
+    # the sums are those of a call without dots; on a GPU a compiler may order the columns of a tile in another way
     backend.row_grad(alone, work.features, work.csr, unscaled, work.grad, rows)
-    assert_same_bits(numbers(out), numbers(alone), "row_grad with dots")
+    if not out.is_cuda:
+        assert_same_bits(numbers(out), numbers(alone), "row_grad with dots")
     arguments = work.group.size, work.group.tables, features, csr, numbers(unscaled), grad
     expected, magnitude = (reference.row_grad(*arguments, absolute, table) for absolute in (False, True))
     assert_close(numbers(out), expected, sum_bound(expected, magnitude, work.case.dtype, work.longest), "row_grad")

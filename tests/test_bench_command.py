@@ -181,6 +181,7 @@ def test_models_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong" not in own, own
     assert own["phases"]["eager"]["launches"] > 0
     assert "compiled" in own["phases"], own
+    assert "device" in own["phases"]["compiled"], own["phases"]["compiled"]
     assert own["phases"]["compiled"]["device"]["median"] > 0, own
 
 

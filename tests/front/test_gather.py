@@ -221,7 +221,8 @@ def test_rival_fault_upstream_that_is_expanded(engine, device):
                 torch.autograd.grad(gather_reduce_sum(table, problem.indices, weights), [table, weights], given)
             )
         for one, other in zip(*grads, strict=True):
-            assert torch.equal(one, other), name
+            # rows that cannot be read in wide words are summed in another order on a GPU
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=name)
     table = problem.table.clone().requires_grad_()
     gather_reduce_sum(table, problem.indices, problem.weights).sum().backward()
     # the upstream of the other two is a table, or weights, to their gradients

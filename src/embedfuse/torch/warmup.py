@@ -94,11 +94,12 @@ def warmup(
     served = [collection for collection in collections if _is_compiled(collection)]
     if not served:
         return Warmup(0, time.perf_counter() - start)
-    with torch.inference_mode(False), _counted() as count:
+    before = _compiled()
+    with torch.inference_mode(False):
         for collection in served:
             for places in (False, True) if _has_places(collection) else (False,):
                 _practise(*_double(collection, steppers[collection], places), wanted)
-    return Warmup(len(count), time.perf_counter() - start)
+    return Warmup(len(_compiled() - before), time.perf_counter() - start)
 
 
 def _stepper(collection: EmbeddingCollection, optimizer: FusedOptimizer | None) -> FusedOptimizer | None:
@@ -291,22 +292,9 @@ def _reports_aside(double: EmbeddingCollection) -> Iterator[None]:
         word.value[0] = found
 
 
-@contextlib.contextmanager
-def _counted() -> Iterator[list[str]]:
-    """A list that grows by a name with each kernel that Triton compiles or finds on disk."""
+def _compiled() -> set[Any]:
+    """Handles of the kernels that this process has so far."""
     # imported here, since it needs Triton
     from .backends import launching
 
-    names: list[str] = []
-    runtime: Any = launching._runtime
-    before = runtime.jit_post_compile_hook
-
-    def hook(**given: Any) -> Any:
-        names.append(str(given.get("repr", "")))
-        return None if before is None else before(**given)
-
-    runtime.jit_post_compile_hook = hook
-    try:
-        yield names
-    finally:
-        runtime.jit_post_compile_hook = before
+    return {entry.function for entry in launching._known.values()}

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels of memory layers: `product_topk`, `expert_lookup`, and zeros where no id is."""
+"""Launches of the Triton kernels of memory layers: `product_topk` and `expert_lookup`."""
 
 import torch
 from torch import Tensor
@@ -6,9 +6,7 @@ from torch import Tensor
 from ...kernels.configs import power_of_two
 from ...kernels.expert import GELU, IDENTITY, RELU, SILU, expert_kernel
 from ...kernels.product_topk import product_topk_kernel
-from ...kernels.untouched import clear_kernel, touch_kernel
 from .launching import launch, on_device
-from .sorted_runs import ceil_div
 
 ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU, "identity": IDENTITY}
 
@@ -73,27 +71,6 @@ def expert_lookup(
             },
         )  # fmt: skip
     return out, dots, gates
-
-
-def zeros_elsewhere(ids: Tensor, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """`[rows, dim]` that is zero in every row that none of the `ids` `[N]` names; the others are not written.
-
-    Ids outside of the rows name none.
-    """
-    out = torch.empty((rows, dim), dtype=dtype, device=ids.device)
-    if out.numel() == 0:
-        return out
-    touched = torch.zeros(rows, dtype=torch.int8, device=ids.device)
-    number, block_d = ids.shape[0], min(max(power_of_two(dim), 4), 1024)
-    lines = max(1024 // block_d, 1)
-    with on_device(ids.device):
-        if number:
-            launch(touch_kernel, (ceil_div(number, 1024),), (ids, touched), (number, rows), 4, {"BLOCK": 1024})
-        launch(
-            clear_kernel, (ceil_div(rows, lines),), (touched, out), (rows, dim), 1,
-            {"ALIGN": _alignment(out, dim), "ROWS": lines, "BLOCK_D": block_d},
-        )  # fmt: skip
-    return out
 
 
 def _alignment(tensor: Tensor, *steps: int) -> int:

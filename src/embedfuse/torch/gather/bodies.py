@@ -19,8 +19,6 @@ from .. import one_table
 from ..backends import BadId, Csr, Policy, Rows, accumulation_dtype, device_errors, select
 from ..zero_pages import zero_pages
 
-MANY_NUMBERS = 1 << 24
-"""Of a gradient, from which on it pays to write zeros to the rows alone that no id names."""
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _IDS = "Tensor ids, Tensor offsets"
 _lib.define(f"gather_sum(Tensor table, Tensor? weights, {_IDS}, str policy) -> Tensor")
@@ -59,7 +57,7 @@ def scatter_sum(
     """`[rows, D]` of `dtype`; `grad` `[B, D]` of any float dtype and any strides."""
     bags, dim = grad.shape
     refuse_bad_ids(ids, rows, policy)
-    out = _zeros(rows, dim, ids, grad, dtype)
+    out = zero_pages((rows, dim), grad, dtype)
     if bags and dim and rows and ids.shape[0]:
         features = one_table.descriptor(out, "sum", 0, False)
         unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))
@@ -75,7 +73,7 @@ def scatter_and_dot(
     bags, (rows, dim) = offsets.shape[0] - 1, table.shape
     refuse_bad_ids(ids, rows, policy)
     kind = accumulation_dtype(table.dtype)
-    out, dots = _zeros(rows, dim, ids, table, table.dtype), table.new_zeros(ids.shape, dtype=kind)
+    out, dots = zero_pages((rows, dim), table), table.new_zeros(ids.shape, dtype=kind)
     if bags and dim and rows and ids.shape[0]:
         features, tables = (one_table.descriptor(out, "sum", 0, False, table=table) for table in (False, True))
         csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
@@ -101,16 +99,6 @@ def refuse_bad_ids(ids: Tensor, rows: int, policy: Policy) -> None:
     word = torch.where(bad, first << device_errors.FEATURE_BITS, 0).amax()
     flag = device_errors.flag(ids.device)
     torch.maximum(flag, word, out=flag)
-
-
-def _zeros(rows: int, dim: int, ids: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """What sums of the rows that `ids` name are put into: `[rows, dim]`, zero, or at least where no id is."""
-    if rows * dim >= MANY_NUMBERS and 2 * ids.shape[0] >= rows and select(like.device, dtype).name == "triton":
-        # imported here, since Triton need not be installed
-        from ..backends.triton_memory import zeros_elsewhere
-
-        return zeros_elsewhere(ids, rows, dim, dtype)
-    return zero_pages((rows, dim), like, dtype)
 
 
 def _flat(table: Tensor) -> Tensor:
