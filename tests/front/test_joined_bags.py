@@ -146,6 +146,26 @@ def test_refusals(make, message):
         make()
 
 
+@pytest.mark.parametrize("names", ["user", True])
+def test_names_are_no_text(names):
+    with pytest.raises(TypeError, match="`names` must be a sequence of names"):
+        JoinedBags(torch.tensor([1]), torch.tensor([0, 1]), names=names)
+
+
+def test_defaults_and_lengths_of_rows_and_export():
+    table = TableConfig(10, 4, combiner="mean", name="a", max_norm=0.3)
+    features = {"x": FeatureConfig(table, default_id=3), "y": FeatureConfig(table, default_id=1)}
+    collection = EmbeddingCollection(features)
+    batch = {name: Bags.from_lists([[1, -1], [], [2, 3, 3], [-1]]) for name in features}
+    joined = JoinedBags.join(batch)
+    for name, out in collection(batch).items():
+        assert torch.equal(collection(joined)[name], out)
+    program = torch.export.export(collection, (joined,))
+    other = JoinedBags.join({name: Bags.from_lists([[7]] * 4) for name in features})
+    for name, out in collection(other).items():
+        torch.testing.assert_close(program.module()(other)[name], out)
+
+
 def test_refuses_what_has_no_place_in_one_launch():
     half = TableConfig(9, 4, name="half", dtype="bfloat16")
     several = EmbeddingCollection([FeatureConfig(TableConfig(9, 4, name="whole")), FeatureConfig(half)])

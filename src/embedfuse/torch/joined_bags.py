@@ -38,6 +38,8 @@ class JoinedBags:
     def __init__(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, names: Sequence[str] | int
     ) -> None:
+        if isinstance(names, (str, bool)):
+            raise TypeError(f"`names` must be a sequence of names, or how many features there are, got {names!r}")
         self._bags = Bags(ids, offsets, weights)
         self.names: tuple[str, ...] | int = names if isinstance(names, int) else tuple(names)
         if self.features < 1 or (self._bags.offsets.shape[0] - 1) % self.features:
