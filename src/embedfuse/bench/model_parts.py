@@ -213,9 +213,12 @@ class Trainable:
     def step(self, rows: Rows, mark: Any = lambda: None) -> None:
         """One training step; `mark` is called after each of its phases."""
         logits = self.called(rows.inputs, rows.numeric)
-        self.loss = nn.functional.binary_cross_entropy_with_logits(logits, rows.labels)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, rows.labels)
+        # its graph must not outlive the step: gradients would go on being added up on the stream of the first one
+        self.loss = loss.detach()
         mark()
-        self.loss.backward()
+        loss.backward()
+        del loss
         mark()
         if self.table_optimizer is not None:
             self.table_optimizer.step()
