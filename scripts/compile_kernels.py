@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 TYPES = {
     "torch.float32": "*fp32", "torch.float16": "*fp16", "torch.bfloat16": "*bf16", "torch.float64": "*fp64",
-    "torch.int64": "*i64", "torch.int32": "*i32", "torch.int8": "*i8",
+    "torch.int64": "*i64", "torch.int32": "*i32",
 }  # fmt: skip
 LAUNCHERS = ("triton", "triton_memory", "sorted_runs", "summed_runs")
 """The modules of the Triton backend that launch."""

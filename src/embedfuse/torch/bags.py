@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -260,6 +260,35 @@ class SparseIds:
 
     def __repr__(self) -> str:
         return f"SparseIds(shape {self.dense_shape}, {self.values.shape[0]} ids, {self.values.dtype})"
+
+
+class Batch(Protocol):
+    """What has ids in bags, as `Bags` and `Csr` do."""
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor: ...
+    @property
+    def weights(self) -> Tensor | None: ...
+
+
+def joined(parts: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`ids`, `offsets` and `weights` of the bags of all parts, one after the other; nothing waits for a device."""
+    kind = torch.int64 if len({part.ids.dtype for part in parts}) > 1 else parts[0].ids.dtype
+    ids = torch.cat([part.ids.to(kind) for part in parts])
+    offsets, start = [], 0
+    for part in parts:
+        offsets.append(part.offsets[:-1] + start)
+        start += part.ids.shape[0]
+    offsets.append(parts[-1].offsets[-1:] + (start - parts[-1].ids.shape[0]))
+    weights = None
+    if any(part.weights is not None for part in parts):
+        dtype = next(part.weights.dtype for part in parts if part.weights is not None)
+        weights = torch.cat(
+            [torch.ones_like(p.ids, dtype=dtype) if p.weights is None else p.weights.to(dtype) for p in parts]
+        )
+    return ids, torch.cat(offsets), weights
 
 
 def _unchecked(ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Bags:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import FeatureConfig
-from .bags import Bags
+from .bags import Bags, joined
 from .layout import Part
 
 
@@ -55,20 +55,8 @@ class JoinedBags:
         parts = list(bags.values()) if isinstance(bags, Mapping) else list(bags)
         if not parts or any(len(part) != len(parts[0]) for part in parts):
             raise ValueError(f"`bags` must be of one batch size, got {[len(part) for part in parts]}")
-        starts = [0]
-        for part in parts:
-            starts.append(starts[-1] + part.ids.shape[0])
-        offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts, strict=False)]
-        weights = None
-        if any(part.weights is not None for part in parts):
-            dtype = next(part.weights.dtype for part in parts if part.weights is not None)
-            weights = torch.cat(
-                [torch.ones_like(p.ids, dtype=dtype) if p.weights is None else p.weights.to(dtype) for p in parts]
-            )
-        kind = parts[0].ids.dtype if len({part.ids.dtype for part in parts}) == 1 else torch.int64
-        end = offsets[0].new_tensor([starts[-1]])
         names = [str(name) for name in bags] if isinstance(bags, Mapping) else len(parts)
-        return cls(torch.cat([part.ids.to(kind) for part in parts]), torch.cat([*offsets, end]), weights, names=names)
+        return cls(*joined(parts), names=names)
 
     @classmethod
     def from_keyed_jagged(cls, features: Any) -> "JoinedBags":

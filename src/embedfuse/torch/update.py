@@ -10,6 +10,7 @@ from ..optim import apply_rule
 from ..plan import COLUMN, ROW_BASE, ROWS, TABLE
 from .backends import Csr, Rows, Update, accumulation_dtype, select
 from .backends.rounding import rounded
+from .bags import joined
 from .ledger import Record
 from .state import GroupState
 from .zero_pages import zero_pages
@@ -79,19 +80,7 @@ def _side_by_side(records: Sequence[Record]) -> Joined:
 
 
 def _joined_csr(records: Sequence[Record], bags: int) -> Csr:
-    parts = [record.csr for record in records]
-    kind = torch.int64 if len({part.ids.dtype for part in parts}) > 1 else parts[0].ids.dtype
-    ids = torch.cat([part.ids.to(kind) for part in parts])
-    offsets, start = [], 0
-    for part in parts:
-        offsets.append(part.offsets[:-1] + start)
-        start += part.ids.shape[0]
-    offsets.append(parts[-1].offsets[-1:] + (start - parts[-1].ids.shape[0]))
-    weights = None
-    if any(part.weights is not None for part in parts):
-        dtype = next(part.weights.dtype for part in parts if part.weights is not None)
-        weights = torch.cat([torch.ones_like(p.ids, dtype=dtype) if p.weights is None else p.weights for p in parts])
-    return Csr(ids, torch.cat(offsets), weights, bags)
+    return Csr(*joined([record.csr for record in records]), bags)
 
 
 def _filled_up(record: Record, bags: int) -> Record:
