@@ -29,8 +29,6 @@ TYPES = {
     "torch.float32": "*fp32", "torch.float16": "*fp16", "torch.bfloat16": "*bf16", "torch.float64": "*fp64",
     "torch.int64": "*i64", "torch.int32": "*i32",
 }  # fmt: skip
-LAUNCHERS = ("triton", "triton_memory", "sorted_runs", "summed_runs")
-"""The modules of the Triton backend that launch."""
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a program may have, by capability; 99 on others."""
 
@@ -64,30 +62,26 @@ class Recorder:
         """From now on every launch is noted, under `label`."""
         launching = importlib.import_module("embedfuse.torch.backends.launching")
 
-        def launch(
-            kernel: Any, grid: Any, tensors: Any, numbers: Any, warps: int, constants: Any, stream: Any = None,
-            registers: int | None = None,
-        ) -> None:  # fmt: skip
-            options = {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
-            described = describe(kernel, tensors, [launching._class_of(n) for n in numbers], options, constants)
-            self.launches.setdefault(json.dumps(described), self.label)
-            if self._run:
-                launching.launch(kernel, grid, tensors, numbers, warps, constants, stream, registers)
+        called, recorder = launching.Launcher.__call__, self
 
-        for name in LAUNCHERS:
-            module = importlib.import_module(f"embedfuse.torch.backends.{name}")
-            if hasattr(module, "launch"):
-                self._replaced.append((module, module.launch))
-                module.launch = launch  # type: ignore[attr-defined]
+        def noted(self: Any, grid: Any, pointers: Any, numbers: Any, device: int, stream: Any = None) -> None:
+            classes = [launching.class_of(number) for number in numbers]
+            described = describe(self.kernel, self.dtypes, classes, self.options, self.constants)
+            recorder.launches.setdefault(json.dumps(described), recorder.label)
+            if recorder._run:
+                called(self, grid, pointers, numbers, device, stream)
+
+        self._replaced.append((launching.Launcher, called))
+        launching.Launcher.__call__ = noted
 
     def remove(self) -> None:
         """Undoes `install`."""
-        for module, launch in self._replaced:
-            module.launch = launch
+        for launcher, called in self._replaced:
+            launcher.__call__ = called
         self._replaced = []
 
 
-def describe(kernel: Any, tensors: Any, classes: list[str], options: dict[str, int], constants: Any) -> list[Any]:
+def describe(kernel: Any, dtypes: Any, classes: list[str], options: dict[str, int], constants: Any) -> list[Any]:
     """All that a kernel is compiled for; what it does not look at is said alike."""
     function = getattr(kernel, "fn", kernel)
     # the interpreter keeps what it was given; the compiler has it as an attribute
@@ -95,11 +89,11 @@ def describe(kernel: Any, tensors: Any, classes: list[str], options: dict[str, i
     blind = said.get("do_not_specialize") or ()
     numbers = [
         ("wide" if found.startswith("wide") else "any") if name in blind else found
-        for name, found in zip(kernel.arg_names[len(tensors) :], classes, strict=False)
+        for name, found in zip(kernel.arg_names[len(dtypes) :], classes, strict=False)
     ]
     return [
         function.__module__, function.__name__,
-        [None if tensor is None else str(tensor.dtype) for tensor in tensors],
+        [None if dtype is None else str(dtype) for dtype in dtypes],
         numbers, options, {name: _name_of(value) for name, value in constants.items()},
     ]  # fmt: skip
 

@@ -293,6 +293,27 @@ def test_skip_leaves_every_bit(skip: float, backend: Backend, device: str) -> No
     assert torch.equal(update.slots.nan_to_num(), slots.nan_to_num())
 
 
+@pytest.mark.parametrize("skip", [None, 0.0, 1.0, float("inf")])
+@pytest.mark.parametrize("bags", [0, 2])
+def test_the_step_is_counted_first(skip: float | None, bags: int, backend: Backend, device: str) -> None:
+    # more tables than one block of the kernel that counts
+    features = (one(1), one(1099, "mean"))
+    work = build(Case("counted", ((3, 2),) * 1100, features, bags), device)
+    solvers: list[Optimizer | None] = [Adam(0.1) if number % 3 else None for number in range(1100)]
+    update = update_of(work, solvers, step=4)
+    update.counted = torch.tensor([number % 3 != 0 for number in range(1100)], device=device).long()
+    update.skip = None if skip is None else torch.tensor(skip, device=device)
+    moves = not skip
+    expected = update_of(replace(work, table=work.table.clone()), solvers, step=5)
+    scale = torch.ones(len(features) * bags, device=device)
+    if moves:
+        backend.row_update(expected, work.csr, scale, work.grad)
+    before = update.steps.clone()
+    backend.row_update(update, work.csr, scale, work.grad)
+    torch.testing.assert_close(update.steps, before + moves * update.counted)
+    torch.testing.assert_close(update.table, expected.table, rtol=0, atol=0, equal_nan=True)
+
+
 # --- whatever comes ------------------------------------------------------------------------------------------------
 
 

@@ -350,7 +350,7 @@ def compiled(function):
     for run in (lambda: None, function):
         run()
         torch.cuda.synchronize()
-        kernels = {key[0] for key in launching._known}
+        kernels = {launcher.kernel for launcher in launching._launchers.values()}
         counts.append(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()))
     return counts[1] - counts[0]
 

@@ -27,8 +27,9 @@ from .descriptors import (
 # wide words gain nothing here, so alignment makes no kernel of its own
 KEY_POINTERS = [
     "p_features", "p_tables", "p_ids", "p_offsets", "p_weights", "p_scale", "p_keys", "p_sources", "p_coefficients",
-    "p_list_counts",
+    "p_list_counts", "p_steps", "p_counted", "p_skip",
 ]  # fmt: skip
+KEY_SIZES = ["number", "bags", "total_bags", "feature_count", "absent", "grad_row", "grad_column", "table_count"]
 SEGMENT_POINTERS = [
     "p_owners", "p_keys", "p_order", "p_position_sources", "p_coefficients", "p_sources", "p_sorted_coefficients",
     "p_starts", "p_tags", "p_rows", "p_first_sources", "p_counts", "p_list_counts", "p_long", "p_cuts",
@@ -94,19 +95,30 @@ def bags_of(p_offsets, position, inside, first_bag, last_bag):
     return last_not_above_each(p_offsets, low, tl.where(wrong, span, 0), position, 1)
 
 
-@triton.jit(
-    do_not_specialize=["number", "bags", "total_bags", "feature_count", "absent", "grad_row", "grad_column"],
-    do_not_specialize_on_alignment=KEY_POINTERS,
-)
+@triton.jit(do_not_specialize=KEY_SIZES, do_not_specialize_on_alignment=KEY_POINTERS)
 def key_kernel(
     p_features, p_tables, p_ids, p_offsets, p_weights, p_scale, p_keys, p_sources, p_coefficients, p_list_counts,
-    number, bags, total_bags, feature_count, absent, grad_row, grad_column,
-    HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FROZEN: tl.constexpr, BLOCK: tl.constexpr,
+    p_steps, p_counted, p_skip,
+    number, bags, total_bags, feature_count, absent, grad_row, grad_column, table_count,
+    HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FROZEN: tl.constexpr, COUNTED: tl.constexpr,
+    HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: `BLOCK` positions.
 
-    Writes the key of each, where its gradient row starts and, if there are scales, its coefficient.
+    Writes the key of each, where its gradient row starts and, if there are scales, its coefficient. The first one also
+    counts the step, which the kernels that come after it read: a launch of its own would cost the host as much as one
+    of these.
     """
+    if COUNTED:
+        if tl.program_id(0) == 0:
+            stop = table_count
+            if HAS_SKIP:
+                stop = tl.where(tl.load(p_skip) != 0, 0, stop)
+            for start in range(0, stop, BLOCK):
+                table = start + tl.arange(0, BLOCK)
+                steps = tl.load(p_steps + table, mask=table < stop, other=0)
+                counted = tl.load(p_counted + table, mask=table < stop, other=0)
+                tl.store(p_steps + table, steps + counted, mask=table < stop)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     position = first + tl.arange(0, BLOCK)
     inside = position < number

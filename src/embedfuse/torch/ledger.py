@@ -7,7 +7,7 @@ number of a ledger; the ledger itself lives here.
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -140,6 +140,9 @@ def _own(record: Record) -> None:
     csr = record.csr
     # ids of one feature were not put together, so these may be the caller's own
     copied = record.launch.is_single and not csr.ids.is_cuda
+    if not copied and not any(_changes(tensor) for tensor in (record.grad, *csr[:3]) if tensor is not None):
+        record.watch()
+        return
     with torch.inference_mode(False), torch.no_grad():
         ids, offsets, weights = (
             tensor if tensor is None or not (copied or _changes(tensor)) else tensor.clone() for tensor in csr[:3]
@@ -154,6 +157,14 @@ def _own(record: Record) -> None:
 def _changes(tensor: Tensor) -> bool:
     """Whether a tensor has no version to watch, or is a parameter that another optimizer may step before."""
     return tensor.is_inference() or (tensor.is_leaf and tensor.requires_grad)
+
+
+def learning(records: Sequence[Record]) -> tuple[bool, ...]:
+    """For each table, whether it was to learn when any of these lookups had its backward."""
+    first = records[0].learns
+    if all(record.learns == first for record in records):
+        return first
+    return tuple(any(of_table) for of_table in zip(*(record.learns for record in records), strict=True))
 
 
 @dataclass(eq=False)

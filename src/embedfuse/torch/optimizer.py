@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..optim import Optimizer, from_description, resolve
 from . import update
-from .ledger import Record
+from .ledger import Record, learning
 from .pending import PendingGradient
 from .state import GroupState, ordinary_tensors
+from .step_hooks import with_hooks
 from .stepped_tables import collections_of, names_of, optimizer_of, seed_of
 
 
@@ -106,6 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- stepping --------------------------------------------------------------------------------------------------
 
+    @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps every table that was looked up since the last step, by the sum of its gradients.
 
@@ -126,9 +128,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self._settle()
-        self._check()
+        waiting = self._waiting()
+        self._check(waiting)
         rates = self._learning_rates()
-        grad_scale, skip = self._scaling()
+        grad_scale, skip = self._scaling(waiting)
         work = [
             ready
             for number, group, records in self._by_group()
@@ -140,7 +143,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._drop()
 
     def _work(self, number: int, group: int, records: list[Record], rates: list[float]) -> _Work | None:
-        learns = _learning(records)
+        learns = learning(records)
         if not any(learns):
             return None
         state = self._states[number][group]
@@ -174,11 +177,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         for collection in self._collections:
             collection._settle()
         moved = [state.follow() for states in self._states for state in states]
-        if any(moved) or self._changes != [collection.tables.changes for collection in self._collections]:
+        if any(moved) or self._changes != [one.tables.changes for one in self._collections]:
             self._fill_state()
 
-    def _check(self) -> None:
-        for record in self._waiting():
+    def _check(self, waiting: list[Record]) -> None:
+        for record in waiting:
             record.check()
         for table in self._seen:
             if table.grad is not None:
@@ -195,8 +198,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group["lr"] = optimizer.current_learning_rate()
         return [float(group["lr"]) for group in self.param_groups]
 
-    def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
-        self._pending.keep_factors(self._waiting())
+    def _scaling(self, waiting: list[Record]) -> tuple[Tensor | None, Tensor | None]:
+        self._pending.keep_factors(waiting)
         scale = None if self._pending.marker is None else self._pending.marker[0]
         # GradScaler sets these two for the time of the step
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -229,10 +232,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         total: Tensor | None = None
         with ordinary_tensors():
             self._settle()
-            self._check()
-            marker = self._pending.mark(self._waiting())
+            waiting = self._waiting()
+            self._check(waiting)
+            marker = self._pending.mark(waiting)
             for number, group, records in self._by_group():
-                learns = _learning(records)
+                learns = learning(records)
                 if any(learns):
                     state = self._states[number][group]
                     records = update.ready(records, state.arena.buffer, learns)
@@ -381,14 +385,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             "a FusedOptimizer cannot be pickled, as its state belongs to tables elsewhere: save its `state_dict()`, or "
             "use embedfuse.torch.save"
         )
-
-
-def _learning(records: list[Record]) -> tuple[bool, ...]:
-    """For each table, whether it was to learn when any of these lookups had its backward."""
-    first = records[0].learns
-    if all(record.learns == first for record in records):
-        return first
-    return tuple(any(of_table) for of_table in zip(*(record.learns for record in records), strict=True))
 
 
 def _run(work: _Work, grad_scale: Tensor | None, skip: Tensor | None) -> None:

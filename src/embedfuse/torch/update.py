@@ -122,9 +122,14 @@ def step(
     """
     features, csr, scale, grad = join(records)
     _, counted = state.masked(learns)
-    state.steps += counted if skip is None else counted * (skip == 0)
     backend = select(grad.device, state.arena.buffer.dtype)
     tables = state.by_mode(tuple(learns))
+    if tables.keys() == {"rows"}:
+        update = _update(state, features, tables["rows"], grad_scale, skip, counted)
+        backend.row_update(update, csr, scale, grad)
+        state.arena.written()
+        return
+    state.steps += counted if skip is None else counted * (skip == 0)
     if "rows" in tables:
         backend.row_update(_update(state, features, tables["rows"], grad_scale, skip), csr, scale, grad)
     if "each" in tables:
@@ -137,11 +142,12 @@ def step(
 
 
 def _update(
-    state: GroupState, features: Tensor, tables: Tensor, grad_scale: Tensor | None, skip: Tensor | None
-) -> Update:
+    state: GroupState, features: Tensor, tables: Tensor, grad_scale: Tensor | None, skip: Tensor | None,
+    counted: Tensor | None = None,
+) -> Update:  # fmt: skip
     return Update(
         state.arena.buffer, features, tables, state.rules, state.slots, state.hyper, state.steps, grad_scale, skip,
-        state.at_random,
+        counted, state.at_random,
     )  # fmt: skip
 
 

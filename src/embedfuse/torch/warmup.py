@@ -297,4 +297,4 @@ def _compiled() -> set[Any]:
     # imported here, since it needs Triton
     from .backends import launching
 
-    return {entry.function for entry in launching._known.values()}
+    return set(launching.Launcher.functions)

@@ -90,7 +90,14 @@ class Update:
     steps: Tensor  # int64 [T]: number of the step being made, from 1
     grad_scale: Tensor | None = None  # float32 scalar the gradient is multiplied by
     skip: Tensor | None = None  # float32 scalar: if not 0, nothing is written
+    counted: Tensor | None = None  # int64 [T]: what `row_update` is to add to `steps` first, if nothing is skipped
     at_random: bool = True  # False: no table rounds stochastically, whose seed in `hyper` need not be read
+
+
+def count(update: Update) -> None:
+    """Adds to the step counters what `row_update` is to add."""
+    if update.counted is not None:
+        update.steps += update.counted if update.skip is None else update.counted * (update.skip == 0)
 
 
 class Backend(Protocol):
@@ -125,7 +132,7 @@ class Backend(Protocol):
         ...
 
     def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
-        """One optimizer step of every row in the batch, in place.
+        """One optimizer step of every row in the batch, in place; before, `steps += counted` if that is given.
 
         `g[row] = Σ w_i * scale[bag_i] * grad[row_of(bag_i), columns of the feature]`, summed over all duplicates and
         features in a fixed order, then `apply_rule`, then rounding to the table's type (`rounding.py`). Tables with

@@ -6,7 +6,7 @@ from torch import Tensor
 from ... import cpu
 from ...optim.base import apply_rule
 from ...plan import FROZEN, T_OFFSET, T_RULE, T_SLOT0
-from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, accumulation_dtype
+from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, accumulation_dtype, count
 from .eager_sums import join_offsets, view_of_table
 from .rounding import rounded
 
@@ -63,6 +63,7 @@ class CpuBackend:
 
     @torch.no_grad()
     def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
+        count(update)
         if _is_skipped(update):
             return
         grad_scale = 1.0 if update.grad_scale is None else float(update.grad_scale)

@@ -5,7 +5,7 @@ must be kept from call to call, and be changed through PyTorch (which counts ver
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,6 +65,7 @@ class TableFacts:
     rules: frozenset[int]
     clipped: bool
     owners: Tensor  # int64 [tables that have rows, 2], on the device: ROW_BASE and number, sorted
+    passes: dict[Any, Any] = field(default_factory=dict)  # what a backend has prepared for batches of a kind
 
 
 T = TypeVar("T")

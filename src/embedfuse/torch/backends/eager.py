@@ -28,7 +28,7 @@ from ...plan import (
     T_RULE,
     T_SLOT0,
 )
-from . import Csr, Policy, Prepared, Rows, Shards, Update, accumulation_dtype
+from . import Csr, Policy, Prepared, Rows, Shards, Update, accumulation_dtype, count
 from .eager_sums import (
     blocks,
     by_width,
@@ -74,6 +74,7 @@ class EagerBackend:
 
     @torch.no_grad()
     def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
+        count(update)
         if update.skip is not None and float(update.skip) != 0:
             return
         for number, table, rows, g in _sums_of_learners(update, csr, scale, grad):

@@ -1,18 +1,17 @@
 """Launches of Triton kernels in a few microseconds of the host's time.
 
 Triton's own call, `kernel[grid](…)`, binds arguments, writes the key of its cache as a string and asks the driver about
-each pointer: more than twice the time of a direct launch, for kernels of many arguments. Here the first call of a kind
-goes that way and returns the compiled kernel; calls of the same kind then go to its launcher directly, with addresses
-in place of tensors.
+each pointer: more than twice the time of a direct launch, for kernels of many arguments. Here a `Launcher` holds all
+that stays the same from call to call; its first call of a kind goes Triton's way and returns the compiled kernel, and
+calls of the same kind then go to its launcher directly, with addresses in place of tensors.
 
-Calls are of one kind if Triton would give them one compiled kernel; all that it may look at is in the key: the kernel,
-the device, the constants, and of each argument its type and class. Where this file is too careful, a kind more goes
-through Triton's call and meets the same compiled kernel.
+Calls are of one kind if Triton would give them one compiled kernel. All that it may look at is the launcher's (kernel,
+constants, types) or in the key of its calls: the device, the class of each number, addresses that are no multiples of
+16. Where this file is too careful, a kind more goes through Triton's call and meets the same compiled kernel.
 """
 
 import contextlib
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor
 
 OPTIONS = {"enable_fp_fusion": True}
 """Of every launch; Triton 3.9 warns where this is not said."""
+HOST = -1
+"""The device of tensors that the interpreter works on."""
 
 
 class _Compiled(NamedTuple):
@@ -29,10 +30,16 @@ class _Compiled(NamedTuple):
     run: Callable[..., None]
     function: Any
     metadata: Any
-    constants: tuple[Any, ...]  # in the order of the kernel's parameters
 
 
-_known: dict[tuple[Any, ...], _Compiled] = {}
+class _Address(NamedTuple):
+    """An address as Triton's own call takes it."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 _NOTHING = contextlib.nullcontext()
@@ -47,7 +54,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 # another Triton may keep these elsewhere; then every call is Triton's own
 _runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _idle(hook: Any) -> bool:
@@ -55,92 +62,126 @@ def _idle(hook: Any) -> bool:
     return hook is None or getattr(hook, "calls", True) == []
 
 
-def _direct() -> bool:
-    """Whether nobody watches or changes launches."""
-    return (
-        _raw_stream is not None
-        and _runtime is not None
-        and _idle(_runtime.launch_enter_hook)
-        and _idle(_runtime.launch_exit_hook)
-        and not _runtime.debug
-    )
+def _unwatched() -> bool:
+    """Whether nobody watches launches."""
+    return _runtime is not None and _idle(_runtime.launch_enter_hook) and _idle(_runtime.launch_exit_hook)
+
+
+class Launcher:
+    """`kernel[grid](*pointers, *numbers, **constants, num_warps=warps, maxnreg=registers)` on the current device.
+
+    Args:
+        kernel: a `triton.jit` function of pointers, then numbers, then constexpr parameters.
+        warps: warps of a program.
+        constants: the constexpr parameters.
+        dtypes: of what each pointer points to; None for those that are None.
+        registers: the most that a thread may have.
+    """
+
+    functions: set[Any] = set()  # noqa: RUF012
+    """Handles of all compiled kernels that were launched."""
+
+    def __init__(
+        self, kernel: Any, warps: int, constants: dict[str, Any], dtypes: Sequence[torch.dtype | None],
+        registers: int | None = None,
+    ) -> None:  # fmt: skip
+        self.kernel, self.constants, self.dtypes = kernel, dict(constants), tuple(dtypes)
+        self.options = {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
+        self._ordered = [constants[name] for name in kernel.arg_names if name in constants]
+        numbers = kernel.arg_names[len(self.dtypes) : -len(constants) or None]
+        blind = {parameter.name for parameter in getattr(kernel, "params", ()) if parameter.do_not_specialize}
+        self._sighted = [place for place, name in enumerate(numbers) if name not in blind]
+        self._known: dict[tuple[Any, ...], _Compiled] = {}
+
+    def __call__(
+        self, grid: tuple[int, ...], pointers: Sequence[Any], numbers: Sequence[int], device: int,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:  # fmt: skip
+        """Launches.
+
+        Args:
+            grid: one to three numbers of programs, none of them 0.
+            pointers: addresses, or tensors if `device` is HOST; None where there is none.
+            numbers: integers of at least 0.
+            device: index of the current device, where all pointers point to.
+            stream: another than the current one.
+        """
+        if device == HOST:
+            self._by_triton(grid, pointers, numbers, None)
+            return
+        together = 0
+        for pointer in pointers:
+            if pointer is not None:
+                together |= pointer
+        key: tuple[Any, ...] = (device, *[class_of(numbers[place]) for place in self._sighted])
+        if max(numbers) >= 2**31:
+            key += tuple(map(class_of, numbers))
+        if together & 15:
+            # Triton has a kernel of its own for each set of addresses that are no multiples of 16
+            key += tuple([place for place, pointer in enumerate(pointers) if pointer is not None and pointer & 15])
+        found = self._known.get(key)
+        if found is None or not _unwatched():
+            addresses = [
+                None if dtype is None else _Address(pointer, dtype)
+                for pointer, dtype in zip(pointers, self.dtypes, strict=True)
+            ]
+            self._note(key, self._by_triton(grid, addresses, numbers, stream))
+            return
+        width, height, depth = (*grid, 1, 1)[:3]
+        raw = raw_stream(device) if stream is None else stream.cuda_stream
+        found.run(
+            width, height, depth, raw, found.function, found.metadata, None, None, None,
+            *pointers, *numbers, *self._ordered,
+        )  # fmt: skip
+
+    def _by_triton(self, grid: Any, pointers: Any, numbers: Any, stream: torch.cuda.Stream | None) -> Any:
+        with torch.cuda.stream(stream):
+            return self.kernel[grid](*pointers, *numbers, **self.constants, **self.options, **OPTIONS)
+
+    def _note(self, key: tuple[Any, ...], compiled: Any) -> None:
+        if raw_stream is None or _runtime is None or _runtime.debug or not _unwatched():
+            return
+        if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+            self._known[key] = _Compiled(compiled.run, compiled.function, compiled.packed_metadata)
+            Launcher.functions.add(compiled.function)
+
+
+_launchers: dict[tuple[Any, ...], Launcher] = {}
+
+
+def launcher(
+    kernel: Any, warps: int, constants: dict[str, Any], dtypes: Sequence[torch.dtype | None],
+    registers: int | None = None,
+) -> Launcher:  # fmt: skip
+    """The `Launcher` of these arguments, one for all that ask; constants in an order that is always the same."""
+    key = (id(kernel), warps, registers, *dtypes, *constants.values())
+    found = _launchers.get(key)
+    if found is None:
+        found = _launchers[key] = Launcher(kernel, warps, constants, dtypes, registers)
+    return found
+
+
+def device_of(tensor: Tensor) -> tuple[int, Callable[[Tensor], Any]]:
+    """The device of a tensor as launchers take it, and what makes a pointer of a tensor there."""
+    return (tensor.get_device(), Tensor.data_ptr) if tensor.is_cuda else (HOST, _itself)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...], warps: int,
-    constants: dict[str, Any], stream: torch.cuda.Stream | None = None, registers: int | None = None,
+    constants: dict[str, Any], registers: int | None = None,
 ) -> None:  # fmt: skip
-    """`kernel[grid](*tensors, *numbers, **constants, num_warps=warps, maxnreg=registers)` on the current device.
-
-    Args:
-        kernel: a `triton.jit` function of pointers, then numbers, then constexpr parameters.
-        grid: one to three numbers of programs, none of them 0.
-        tensors: the first of them is of the current device.
-        numbers: integers.
-        warps: warps of a program.
-        constants: the constexpr parameters, in any order that is the same from call to call.
-        stream: another than the current one.
-        registers: the most that a thread may have; always the same for a kernel with these warps and constants.
-    """
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    key = (
-        kernel, warps, *constants.values(), *[None if tensor is None else tensor.dtype for tensor in tensors],
-        # Triton has a kernel of its own for addresses that are no multiples of 16
-        *[place for place, address in enumerate(addresses) if address is not None and address & 15],
-        *[_class_of(number) for number in numbers], tensors[0].get_device(),  # type: ignore[union-attr]
-    )  # fmt: skip
-    found = _known.get(key)
-    if found is not None and _direct():
-        width, height, depth = (*grid, 1, 1)[:3]
-        raw = _raw_stream(key[-1]) if stream is None else stream.cuda_stream
-        found.run(
-            width, height, depth, raw, found.function, found.metadata, None, None, None,
-            *addresses, *numbers, *found.constants,
-        )  # fmt: skip
-        return
-    with torch.cuda.stream(stream):
-        options = OPTIONS if registers is None else {**OPTIONS, "maxnreg": registers}
-        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **options)
-    if key[-1] >= 0 and _direct() and all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-        ordered = tuple(constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
-        _known[key] = _Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)
+    """One launch, with tensors; the first of them is of the current device."""
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    device, pointer = device_of(tensors[0])  # type: ignore[arg-type]
+    pointers = [None if tensor is None else pointer(tensor) for tensor in tensors]
+    launcher(kernel, warps, constants, dtypes, registers)(grid, pointers, numbers, device)
 
 
-class Side:
-    """A stream beside the current one, of this thread, for work that need not wait for its neighbours."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # its few programs are to be under way before the many of the other stream
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
-
-    def fork(self) -> torch.cuda.Stream:
-        """What is issued to the stream from now on waits for all that was issued to the current one so far."""
-        self._ready.record(torch.cuda.current_stream(self.device))
-        self.stream.wait_event(self._ready)
-        return self.stream
-
-    def join(self) -> None:
-        """The current stream waits for all that was issued to this one, so that tensors of both may be freed."""
-        self._done.record(self.stream)
-        torch.cuda.current_stream(self.device).wait_event(self._done)
-
-
-_sides = threading.local()
-
-
-def side_of(device: torch.device) -> Side:
-    """The side stream of a device, one for each thread, whose events no other thread records."""
-    if not hasattr(_sides, "known"):
-        _sides.known = {}
-    sides: dict[torch.device, Side] = _sides.known
-    if device not in sides:
-        sides[device] = Side(device)
-    return sides[device]
-
-
-def _class_of(number: int) -> str:
+def class_of(number: int) -> str:
     """Triton has kernels of their own for 1, for multiples of 16, and for numbers of 64 bits."""
     if not -(2**31) <= number < 2**31:
         return "wide multiple" if number & 15 == 0 else "wide"

@@ -4,55 +4,65 @@ Launches: keys, sort, segments; a fixed number, whatever the number of tables an
 launch, many by PyTorch's.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.configs import UpdateConfig
 from ...kernels.runs import key_kernel, rank_kernel, segment_kernel
-from ...plan import FROZEN
-from . import Csr
+from . import Csr, Update
 from .descriptor_facts import TableFacts
-from .launching import launch
+from .launching import HOST, device_of, launch, launcher
 
 INT32 = 2**31 - 1
 STEP = 4
 """Partial sums start at multiples of this many elements."""
 RANKED = 16
 """Keys that one program of `rank_kernel` puts in their places."""
-ALIGNMENT = 32
-"""As do tensors that share an allocation."""
+ALIGNMENT = 128
+"""Bytes; tensors that share an allocation start at multiples."""
+ROUND = 4096
+"""Ids that scratch memory is rounded up to, so that batches of about one size share a layout."""
+LAYOUTS = 256
+"""The most layouts that are kept."""
 
 
-@dataclass
-class SortedRuns:
-    """What `kernels/runs.py` writes, and scratch for partial sums; all on the device of the ids.
+class Order(NamedTuple):
+    """What the kernels that sort are made for, beside the tables."""
 
-    Tensors may be longer than said.
-    """
+    ids: torch.dtype
+    weighted: bool
+    scaled: bool
+    wide_sources: bool  # whether gradients are so many elements that 32 bits are too few
+    wide_positions: bool  # the same of ids
+    frozen: bool  # whether tables may be FROZEN
+    counted: bool  # whether the step is counted, too
+    skip: torch.dtype | None  # of the word that says not to
+
+    @classmethod
+    def of(cls, csr: Csr, scale: Tensor, grad: Tensor, frozen: bool, update: Update | None) -> "Order":
+        """That of a batch."""
+        counted = update is not None and update.counted is not None
+        skip = update.skip.dtype if counted and update is not None and update.skip is not None else None
+        last_source = max(grad.shape[0] - 1, 0) * grad.stride(0) + max(grad.shape[1] - 1, 0) * grad.stride(1)
+        return cls(
+            csr.ids.dtype, csr.weights is not None, scale.shape[0] != 0, last_source > INT32,
+            csr.ids.shape[0] > INT32 // 2, frozen, counted, skip,
+        )  # fmt: skip
+
+
+class SortedRuns(NamedTuple):
+    """What `kernels/runs.py` writes, and scratch for partial sums. Pointers as launchers take them."""
 
     number: int  # N
     absent: int  # the key of ids that do not count
     blocks: int  # of sorted keys
     windows: int  # of CHUNK ids
-    stride: int  # elements from one partial sum to the next
-    keys: Tensor  # [N], sorted
-    order: Tensor  # int64 [N]
-    sources: Tensor  # [N]: element of `grad` where the gradient row of each sorted id starts
-    coefficients: Tensor | None  # float32 [N], sorted
-    starts: Tensor  # [blocks * (block + 1)]
-    tags: Tensor  # int32, as starts
-    rows: Tensor  # as starts
-    first_sources: Tensor  # as starts
-    counts: Tensor  # int32 [blocks]
-    list_counts: Tensor  # int32 [2]: how many there are of the next
-    long: Tensor  # the places of long segments in `starts`, in any order
-    cuts: Tensor  # [windows]: the edges where runs are first cut, in any order
-    cut_tables: Tensor  # int32 [windows]: their tables
-    partials: Tensor  # float32 [2 * windows * stride]
-    folds: Tensor  # float32 [folds * stride]
+    keys: Any  # [N], sorted
+    order: Any  # int64 [N]
+    at: dict[str, Any]  # the names of `Sorter.scratch`
+    memory: tuple[Tensor, ...]  # where the pointers point to, as long as kernels are still to be issued
 
 
 def ceil_div(number: int, step: int) -> int:
@@ -60,92 +70,135 @@ def ceil_div(number: int, step: int) -> int:
     return -(-number // step)
 
 
-def _kind(largest: int) -> torch.dtype:
-    return torch.int32 if largest <= INT32 else torch.int64
-
-
-@lru_cache(maxsize=64)
-def _layout(
-    number: int, widest: int, blocks: int, windows: int, scaled: bool, weighted: bool, key: torch.dtype,
-    source: torch.dtype, config: UpdateConfig,
-) -> list[tuple[torch.dtype, int, list[str], list[int]]]:  # fmt: skip
-    """The tensors that a batch of so many ids needs, type by type: elements of all, their names and sizes."""
-    segments = blocks * (config.block + 1)
-    stride = ceil_div(widest, STEP) * STEP
-    position = _kind(segments)
-    wanted = {
-        "position_sources": (number, source), "sources": (number, source), "first_sources": (segments, source),
-        "starts": (segments, position), "tags": (segments, torch.int32), "rows": (segments, key),
-        "counts": (blocks, torch.int32), "list_counts": (2, torch.int32), "long": (number // config.long, position),
-        "cuts": (windows, position), "cut_tables": (windows, torch.int32),
-        "position_coefficients": (number if scaled else 0, torch.float32),
-        "coefficients": (number if scaled or weighted else 0, torch.float32),
-        "partials": (2 * windows * stride, torch.float32),
-        "folds": (ceil_div(windows, config.fold) * stride, torch.float32),
-    }  # fmt: skip
-    layout = []
-    for dtype in dict.fromkeys(dtype for _, dtype in wanted.values()):
-        names = [name for name, (_, other) in wanted.items() if other == dtype]
-        sizes = [ceil_div(wanted[name][0], ALIGNMENT) * ALIGNMENT for name in names]
-        layout.append((dtype, sum(sizes), names, sizes))
-    return layout
-
-
-def sorted_runs(
-    features: Tensor, tables: Tensor, facts: TableFacts, csr: Csr, scale: Tensor, grad: Tensor, config: UpdateConfig,
-    learners_only: bool,
-) -> SortedRuns:  # fmt: skip
-    """Sorts the ids of a batch by row.
+class Sorter:
+    """Sorts batches by row: what stays the same from batch to batch.
 
     Args:
-        features: descriptors, as `tables`.
-        facts: of `tables`.
-        scale: of each bag; empty for all ones.
-        grad: the gradient whose rows will be summed; only its strides matter here.
+        order: what batches are like.
+        facts: of the tables.
         config: tile sizes.
-        learners_only: leave out the tables that are FROZEN.
     """
-    number, total_bags, feature_count = csr.ids.shape[0], csr.offsets.shape[0] - 1, features.shape[0]
-    has_scale = scale.shape[0] != 0
-    last_source = max(grad.shape[0] - 1, 0) * grad.stride(0) + max(grad.shape[1] - 1, 0) * grad.stride(1)
-    blocks, windows = ceil_div(number, config.block), ceil_div(number, config.chunk)
-    key_kind = _kind(facts.rows)
-    made: dict[str, Tensor] = {}
-    # one allocation for each type, since each takes the host a while
-    for dtype, size, names, sizes in _layout(
-        number, facts.widest, blocks, windows, has_scale, csr.weights is not None, key_kind, _kind(last_source), config
-    ):
-        whole = torch.empty(size, dtype=dtype, device=csr.ids.device)
-        made.update(zip(names, whole.split_with_sizes(sizes), strict=True))
-    sources, coefficients = made.pop("position_sources"), made.pop("position_coefficients")
-    # by itself: what was sorted need not be kept
-    keys = torch.empty(number, dtype=key_kind, device=csr.ids.device)
-    launch(
-        key_kernel, (ceil_div(number, config.keys),), (
-            features, tables, csr.ids, csr.offsets, csr.weights, scale if has_scale else None, keys, sources,
-            coefficients if has_scale else None, made["list_counts"],
-        ), (number, csr.bags, total_bags, feature_count, facts.rows, grad.stride(0), grad.stride(1)), 4, {
-            "HAS_WEIGHTS": csr.weights is not None, "HAS_SCALE": has_scale,
-            "HAS_FROZEN": learners_only and FROZEN in facts.rules, "BLOCK": config.keys,
-        },
-    )  # fmt: skip
-    keys, order = torch.sort(keys, stable=True) if number > config.few else ranked(keys)
-    unsorted = coefficients if has_scale else csr.weights
-    sorted_coefficients = made.pop("coefficients")
-    runs = SortedRuns(
-        number, facts.rows, blocks, windows, ceil_div(facts.widest, STEP) * STEP, keys, order,
-        coefficients=None if unsorted is None else sorted_coefficients, **made,
-    )  # fmt: skip
-    launch(
-        segment_kernel, (blocks,), (
-            facts.owners, keys, order, sources, unsorted, runs.sources, runs.coefficients, runs.starts, runs.tags,
-            runs.rows, runs.first_sources, runs.counts, runs.list_counts, runs.long, runs.cuts, runs.cut_tables,
-        ), (number, facts.rows, facts.owners.shape[0]), 4, {
-            "HAS_COEFFICIENTS": unsorted is not None, "CHUNK": config.chunk, "LONG": config.long,
-            "BLOCK": config.block,
-        },
-    )  # fmt: skip
-    return runs
+
+    def __init__(self, order: Order, facts: TableFacts, config: UpdateConfig) -> None:
+        self.order, self.facts, self.config = order, facts, config
+        self.stride = ceil_div(facts.widest, STEP) * STEP  # elements from one partial sum to the next
+        source = torch.int64 if order.wide_sources else torch.int32
+        position = torch.int64 if order.wide_positions else torch.int32
+        self.key = torch.int32 if facts.rows <= INT32 else torch.int64
+        real, small = torch.float32, torch.int32
+        has_coefficients = order.scaled or order.weighted
+        self.dtypes = {
+            "position_sources": source, "position_coefficients": real if order.scaled else None,
+            "list_counts": small, "sources": source, "coefficients": real if has_coefficients else None,
+            "starts": position, "tags": small, "rows": self.key, "first_sources": source, "counts": small,
+            "long": position, "cuts": position, "cut_tables": small, "partials": real, "folds": real,
+        }  # fmt: skip
+        types = self.dtypes
+        self._keys = launcher(
+            key_kernel, 4, {
+                "HAS_WEIGHTS": order.weighted, "HAS_SCALE": order.scaled, "HAS_FROZEN": order.frozen,
+                "COUNTED": order.counted, "HAS_SKIP": order.skip is not None, "BLOCK": config.keys,
+            }, (
+                torch.int64, torch.int64, order.ids, torch.int64, real if order.weighted else None,
+                real if order.scaled else None, self.key, source, types["position_coefficients"], small,
+                *[torch.int64 if order.counted else None] * 2, order.skip,
+            ),
+        )  # fmt: skip
+        self._segments = launcher(
+            segment_kernel, 4, {
+                "HAS_COEFFICIENTS": has_coefficients, "CHUNK": config.chunk, "LONG": config.long,
+                "BLOCK": config.block,
+            }, (
+                torch.int64, self.key, torch.int64, source, types["coefficients"], source, types["coefficients"],
+                position, small, self.key, source, small, small, position, position, small,
+            ),
+        )  # fmt: skip
+        self._types = {name: dtype for name, dtype in types.items() if dtype is not None}
+        self._absent = dict.fromkeys(types.keys() - self._types.keys())
+        self._layouts: dict[int, tuple[dict[str, tuple[int, int]], int]] = {}
+
+    def __call__(
+        self, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor, update: Update | None
+    ) -> SortedRuns:
+        """Sorts the ids of a batch.
+
+        Args:
+            features: descriptors, as `tables`.
+            scale: of each bag; empty for all ones.
+            grad: the gradient whose rows will be summed; only its strides matter here.
+            update: the step to count, if `Order` says so.
+        """
+        order, config, number = self.order, self.config, csr.ids.shape[0]
+        device, pointer = device_of(csr.ids)
+        memory, at = self._scratch(number, csr.ids.device, device == HOST)
+        weights = None if csr.weights is None else pointer(csr.weights)
+        steps: tuple[Any, ...] = (None, None, None)
+        if order.counted and update is not None and update.counted is not None:
+            skip = None if update.skip is None else pointer(update.skip)
+            steps = (pointer(update.steps), pointer(update.counted), skip)
+        # by itself: what was sorted need not be kept
+        keys = torch.empty(number, dtype=self.key, device=csr.ids.device)
+        self._keys(
+            (ceil_div(number, config.keys),), (
+                pointer(features), pointer(tables), pointer(csr.ids), pointer(csr.offsets), weights,
+                pointer(scale) if order.scaled else None, pointer(keys), at["position_sources"],
+                at["position_coefficients"], at["list_counts"], *steps,
+            ), (
+                number, csr.bags, csr.offsets.shape[0] - 1, features.shape[0], self.facts.rows, grad.stride(0),
+                grad.stride(1), tables.shape[0],
+            ), device,
+        )  # fmt: skip
+        keys, positions = torch.sort(keys, stable=True) if number > config.few else ranked(keys)
+        p_keys, p_positions = pointer(keys), pointer(positions)
+        blocks = ceil_div(number, config.block)
+        owners = self.facts.owners
+        self._segments(
+            (blocks,), (
+                pointer(owners), p_keys, p_positions, at["position_sources"],
+                at["position_coefficients"] if order.scaled else weights, at["sources"], at["coefficients"],
+                at["starts"], at["tags"], at["rows"], at["first_sources"], at["counts"], at["list_counts"], at["long"],
+                at["cuts"], at["cut_tables"],
+            ), (number, self.facts.rows, owners.shape[0]), device,
+        )  # fmt: skip
+        windows = ceil_div(number, config.chunk)
+        return SortedRuns(number, self.facts.rows, blocks, windows, p_keys, p_positions, at, (keys, positions, memory))
+
+    def _scratch(self, number: int, device: torch.device, as_tensors: bool) -> tuple[Tensor, dict[str, Any]]:
+        """Memory for a batch of so many ids, in one allocation since each takes the host a while; and its parts."""
+        rounded = ceil_div(number, ROUND) * ROUND if number > ROUND else ceil_div(number, ALIGNMENT) * ALIGNMENT
+        found = self._layouts.get(rounded)
+        if found is None:
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            found = self._layouts[rounded] = self._layout(rounded)
+        places, size = found
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        at: dict[str, Any]
+        if as_tensors:
+            at = {name: memory[start : start + n].view(self._types[name]) for name, (start, n) in places.items()}
+        else:
+            base = memory.data_ptr()
+            at = {name: base + start for name, (start, _) in places.items()}
+        at.update(self._absent)
+        return memory, at
+
+    def _layout(self, number: int) -> tuple[dict[str, tuple[int, int]], int]:
+        """For each name the first byte and how many, and the bytes of all."""
+        config = self.config
+        blocks, windows = ceil_div(number, config.block), ceil_div(number, config.chunk)
+        segments = blocks * (config.block + 1)
+        elements = {
+            "position_sources": number, "position_coefficients": number, "list_counts": 2, "sources": number,
+            "coefficients": number, "starts": segments, "tags": segments, "rows": segments, "first_sources": segments,
+            "counts": blocks, "long": number // config.long, "cuts": windows, "cut_tables": windows,
+            "partials": 2 * windows * self.stride, "folds": ceil_div(windows, config.fold) * self.stride,
+        }  # fmt: skip
+        places, size = {}, 0
+        for name, dtype in self._types.items():
+            length = elements[name] * dtype.itemsize
+            places[name] = (size, length)
+            size += ceil_div(length, ALIGNMENT) * ALIGNMENT
+        return places, size
 
 
 def ranked(keys: Tensor) -> tuple[Tensor, Tensor]:

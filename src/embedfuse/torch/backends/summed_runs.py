@@ -3,9 +3,9 @@
 Launches: segments, long ones, and what joins the runs that were cut; once for each distinct optimizer rule.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...kernels.configs import UpdateConfig
@@ -14,8 +14,9 @@ from ...kernels.row_update import long_kernel, segments_kernel
 from ...optim.base import Optimizer
 from . import Update
 from .descriptor_facts import TableFacts, alignment
-from .launching import launch, side_of
-from .sorted_runs import SortedRuns, ceil_div
+from .launching import HOST, Launcher, device_of, launcher
+from .side_stream import side_of
+from .sorted_runs import SortedRuns, Sorter, ceil_div
 
 STEP_ROWS, STORE_SUMS, SQUARE_SUMS = range(3)
 SLOT_KINDS = {"element": 1, "row": 2}
@@ -27,97 +28,197 @@ BESIDE = 1 << 17
 """Ids from which on a second stream is worth the host's time."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """What becomes of the gradients: the mode of `kernels/row_step.py`, what it writes, and its optimizers."""
+class Target(NamedTuple):
+    """What becomes of the gradients: the mode of `kernels/row_step.py`, and what it writes and reads."""
 
     mode: int
     out: Tensor
     starts: int  # alignment of the rows in `out`
-    slots: int = 1
-    rules: tuple[tuple[int, type[Optimizer] | None], ...] = ((0, None),)
     update: Update | None = None
     source: Tensor | None = None  # where the rows can be read, if some are cut to a length or have dots made
     sources: int = 1  # alignment of the rows in `source`
 
 
-def finish(
-    target: Target, tables: Tensor, facts: TableFacts, runs: SortedRuns, grad: Tensor,
-    winners: Tensor | None, columns: int, config: UpdateConfig, dots: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Sums the gradient rows of each run, and does with the sums what `target` says.
+class Sums(NamedTuple):
+    """What the kernels that sum are made for, beside the tables and `Order`."""
+
+    mode: int
+    rules: tuple[type[Optimizer], ...]
+    at_random: bool
+    grad_scale: torch.dtype | None
+    skip: torch.dtype | None
+    out: torch.dtype
+    out_align: int
+    source: torch.dtype | None
+    source_align: int
+    grad: torch.dtype
+    grad_align: int
+    winners: bool
+    dots: bool
+
+    @classmethod
+    def of(cls, target: Target, grad: Tensor, columns: int, winners: bool, dots: bool, clipped: bool) -> "Sums":
+        """Those of a target; `columns` is the alignment of the features' columns."""
+        update, source = target.update, target.source if clipped or dots else None
+        out = target.out.dtype
+        rules: tuple[type[Optimizer], ...] = ()
+        at_random, grad_scale, skip = False, None, None
+        if update is not None:
+            rules, at_random = tuple(update.rules), update.at_random
+            grad_scale = None if update.grad_scale is None else update.grad_scale.dtype
+            skip = None if update.skip is None else update.skip.dtype
+        return cls(
+            target.mode, rules, at_random, grad_scale, skip, out, rows_align(target.starts, target.out),
+            None if source is None else source.dtype, 1 if source is None else rows_align(target.sources, source),
+            grad.dtype, grad_align(columns, grad), winners, dots,
+        )  # fmt: skip
+
+
+class _Launchers(NamedTuple):
+    """Of one optimizer rule."""
+
+    number: int
+    long: Launcher
+    few_segments: Launcher
+    segments: Launcher
+    join: Launcher
+
+
+class Summer:
+    """Sums the gradient rows of sorted runs: what stays the same from batch to batch.
 
     Args:
-        target: what becomes of the sums.
-        tables: descriptors.
-        facts: of `tables`.
-        runs: the ids of the batch, sorted.
-        grad: where the gradient rows lie.
-        winners: of max pooling: positions in the ids; only elements won by an id are of its gradient.
-        columns: alignment of the features' columns.
-        config: tile sizes, those that `runs` was made with.
-        dots: gets the dot of each id's row, read from `target.source`, with its gradient row; see `Backend.row_grad`.
+        sums: what is to become of them.
+        sorter: what sorted them.
+        facts: of the tables.
+        config: tile sizes.
     """
-    update = target.update
-    slots, hyper, steps = (update.slots, update.hyper, update.steps) if update else (None,) * 3
-    grad_scale, skip = (update.grad_scale, update.skip) if update else (None, None)
-    source = target.source if facts.clipped or dots is not None else None
-    common: dict[str, Any] = {
-        "MODE": target.mode, "AT_RANDOM": update is not None and update.at_random,
-        "SEVERAL_RULES": len(target.rules) > 1, "HAS_GRAD_SCALE": grad_scale is not None,
-        "HAS_SKIP": skip is not None, "CLIPPED": facts.clipped, "ALIGN": rows_align(target.starts, target.out),
-        "SOURCE_ALIGN": 1 if source is None else rows_align(target.sources, source),
-        "SLOT_ALIGN": min(target.slots, WIDE_WORD // 4), "DIM_ALIGN": facts.dims, "CHUNK": config.chunk,
-        "BLOCK_D": config.block_d,
-    }  # fmt: skip
-    state = (target.out, slots, tables, hyper, steps, grad_scale, skip)
-    order = None if winners is None and dots is None else runs.order
-    read = (grad, winners, order, dots, runs.sources, runs.coefficients)
-    reading = {
-        "HAS_COEFFICIENTS": runs.coefficients is not None, "HAS_WINNERS": winners is not None,
-        "HAS_DOTS": dots is not None, "GRAD_ALIGN": grad_align(columns, grad),
-    }  # fmt: skip
-    rules = [(number, _rule(rule)) for number, rule in target.rules]
-    # long segments wait for memory where short ones move it, so both together are faster than one after the other
-    side = side_of(grad.device) if grad.is_cuda and runs.number >= BESIDE else None
-    stream = None if side is None else side.fork()
-    for number, rule in rules if runs.number > config.long else ():
-        # programs that find nothing to do cost time, too
-        launch(
-            long_kernel, (min(ceil_div(runs.number, 16 * config.long), config.long_programs),), (
-                *state, *read, runs.starts, runs.tags, runs.rows, runs.list_counts, runs.long, runs.partials,
-                source,
-            ), (grad.stride(1), runs.stride, number), config.long_warps,
-            {**rule, **reading, **common, "TERMS": config.terms}, stream,
+
+    def __init__(self, sums: Sums, sorter: Sorter, facts: TableFacts, config: UpdateConfig) -> None:
+        self.sums, self.config, self.stride = sums, config, sorter.stride
+        rules = [(n, rule) for n, rule in enumerate(sums.rules) if n in facts.rules] if sums.rules else [(0, None)]
+        steps, types = sums.mode == STEP_ROWS, sorter.dtypes
+        real, whole, small = torch.float32, torch.int64, torch.int32
+        state = (
+            sums.out, real if steps else None, whole, torch.float64 if steps else None, whole if steps else None,
+            sums.grad_scale, sums.skip,
         )  # fmt: skip
-    # few ids are dealt out to all programs that there can be
-    parts = config.block // config.segments if runs.number <= FEW else config.parts
-    for number, rule in rules:
-        launch(
-            segments_kernel, (runs.blocks * parts,), (
-                *state, *read, runs.starts, runs.tags, runs.rows, runs.first_sources, runs.counts, runs.partials,
-                source,
-            ), (grad.stride(1), runs.stride, number), config.warps,
-            {**rule, **reading, **common, "BLOCK": config.block, "PARTS": parts,
-             "SEGMENTS": config.segments},
+        read = (
+            sums.grad, whole if sums.winners else None, whole if sums.winners or sums.dots else None,
+            real if sums.dots else None, types["sources"], types["coefficients"], types["starts"], small,
+            types["rows"],
         )  # fmt: skip
-    if side is not None:
-        side.join()
-    if runs.number <= config.chunk:
-        return
-    if runs.number > config.chunk * config.fold:
-        launch(
-            fold_kernel, (ceil_div(runs.windows, config.fold),),
-            (runs.keys, runs.partials, runs.folds), (runs.number, runs.absent, runs.stride), config.join_warps,
+        common: dict[str, Any] = {
+            "MODE": sums.mode, "AT_RANDOM": sums.at_random, "SEVERAL_RULES": len(rules) > 1,
+            "HAS_GRAD_SCALE": sums.grad_scale is not None, "HAS_SKIP": sums.skip is not None,
+            "CLIPPED": facts.clipped, "ALIGN": sums.out_align, "SOURCE_ALIGN": sums.source_align,
+            "SLOT_ALIGN": min(facts.slots if steps else 1, WIDE_WORD // 4), "DIM_ALIGN": facts.dims,
+            "CHUNK": config.chunk, "BLOCK_D": config.block_d,
+        }  # fmt: skip
+        reading = {
+            "HAS_COEFFICIENTS": types["coefficients"] is not None, "HAS_WINNERS": sums.winners,
+            "HAS_DOTS": sums.dots, "GRAD_ALIGN": sums.grad_align,
+        }  # fmt: skip
+        # few ids are dealt out to all programs that there can be
+        self.few_parts = config.block // config.segments
+        self.rules = []
+        for number, rule in rules:
+            own = {**_rule(rule), **common}
+            segments = [
+                launcher(
+                    segments_kernel, config.warps,
+                    {**own, **reading, "BLOCK": config.block, "PARTS": parts, "SEGMENTS": config.segments},
+                    (*state, *read, types["first_sources"], small, real, sums.source),
+                )
+                for parts in (self.few_parts, config.parts)
+            ]  # fmt: skip
+            self.rules.append(
+                _Launchers(
+                    number,
+                    launcher(
+                        long_kernel, config.long_warps, {**own, **reading, "TERMS": config.terms},
+                        (*state, *read, small, types["long"], real, sums.source),
+                    ),
+                    segments[0],
+                    segments[1],
+                    launcher(
+                        join_kernel, config.join_warps, {**own, "FOLD": config.fold, "JOIN": config.join},
+                        (*state, sorter.key, small, types["cuts"], small, real, real, sums.source),
+                    ),
+                )
+            )  # fmt: skip
+        self._fold = launcher(
+            fold_kernel, config.join_warps,
             {"CHUNK": config.chunk, "FOLD": config.fold, "JOIN": config.join, "BLOCK_D": config.block_d},
+            (sorter.key, real, real),
         )  # fmt: skip
-    for number, rule in rules:
-        launch(
-            join_kernel, (min(runs.windows, config.joiners),), (
-                *state, runs.keys, runs.list_counts, runs.cuts, runs.cut_tables, runs.partials, runs.folds, source,
-            ), (runs.number, runs.stride, number), config.join_warps,
-            {**rule, **common, "FOLD": config.fold, "JOIN": config.join},
+
+    def __call__(
+        self, runs: SortedRuns, target: Target, tables: Tensor, grad: Tensor, winners: Tensor | None,
+        dots: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Sums the gradient rows of each run, and does with the sums what `target` says.
+
+        Args:
+            runs: the ids of the batch, sorted.
+            target: what becomes of the sums.
+            tables: descriptors.
+            grad: where the gradient rows lie.
+            winners: of max pooling: positions in the ids; only elements won by an id are of its gradient.
+            dots: gets the dot of each id's row, read from `target.source`, with its gradient row; see
+                `Backend.row_grad`.
+        """
+        config, sums, at, number = self.config, self.sums, runs.at, runs.number
+        device, pointer = device_of(grad)
+        update = target.update
+        state: tuple[Any, ...] = (pointer(target.out), None, pointer(tables), None, None, None, None)
+        if update is not None and sums.mode == STEP_ROWS:
+            state = (
+                state[0], pointer(update.slots), state[2], pointer(update.hyper), pointer(update.steps),
+                None if update.grad_scale is None else pointer(update.grad_scale),
+                None if update.skip is None else pointer(update.skip),
+            )  # fmt: skip
+        read = (
+            pointer(grad), None if winners is None else pointer(winners),
+            runs.order if sums.winners or sums.dots else None, None if dots is None else pointer(dots),
+            at["sources"], at["coefficients"], at["starts"], at["tags"], at["rows"],
         )  # fmt: skip
+        partials, column = at["partials"], grad.stride(1)
+        source = pointer(target.source) if sums.source is not None and target.source is not None else None
+        # long segments wait for memory where short ones move it, so both together are faster than one after the other
+        side = side_of(device) if number >= BESIDE and device != HOST else None
+        stream = None if side is None else side.fork()
+        if number > config.long:
+            # programs that find nothing to do cost time, too
+            grid = (min(ceil_div(number, 16 * config.long), config.long_programs),)
+            for rule in self.rules:
+                rule.long(
+                    grid, (*state, *read, at["list_counts"], at["long"], partials, source),
+                    (column, self.stride, rule.number), device, stream,
+                )  # fmt: skip
+        few = number <= FEW
+        grid = (runs.blocks * (self.few_parts if few else config.parts),)
+        for rule in self.rules:
+            (rule.few_segments if few else rule.segments)(
+                grid, (*state, *read, at["first_sources"], at["counts"], partials, source),
+                (column, self.stride, rule.number), device,
+            )  # fmt: skip
+        if side is not None:
+            side.join()
+        if number <= config.chunk:
+            return
+        folds = at["folds"]
+        if number > config.chunk * config.fold:
+            self._fold(
+                (ceil_div(runs.windows, config.fold),), (runs.keys, partials, folds),
+                (number, runs.absent, self.stride), device,
+            )  # fmt: skip
+        grid = (min(runs.windows, config.joiners),)
+        for rule in self.rules:
+            rule.join(
+                grid, (*state, runs.keys, at["list_counts"], at["cuts"], at["cut_tables"], partials, folds, source),
+                (number, self.stride, rule.number), device,
+            )  # fmt: skip
 
 
 def _rule(rule: type[Optimizer] | None) -> dict[str, Any]:
@@ -134,6 +235,7 @@ def rows_align(starts: int, tensor: Tensor) -> int:
 
 
 def grad_align(columns: int, grad: Tensor) -> int:
+    """The same of gradient rows, whose features' columns are aligned to `columns`."""
     if grad.stride(1) != 1:
         return 1
     return rows_align(alignment(columns, grad.stride(0)), grad)

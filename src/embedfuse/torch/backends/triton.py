@@ -21,12 +21,12 @@ from ...kernels.max_lookup import max_kernel
 from ...kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
 from ...kernels.prepare_ids import prepare_ids_kernel
 from ...plan import FROZEN
-from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, device_errors
+from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_errors
 from .compact import compact_row_grad
 from .descriptor_facts import alignment, feature_facts, known_columns, table_facts
 from .launching import launch, on_device
-from .sorted_runs import ceil_div, sorted_runs
-from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, finish, grad_align, rows_align
+from .sorted_runs import Order, Sorter, ceil_div
+from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Summer, Sums, Target, grad_align, rows_align
 
 try:
     import triton
@@ -210,10 +210,10 @@ class TritonBackend:
     def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
         """See `Backend`."""
         facts = table_facts(update.tables)
-        rules = tuple((number, rule) for number, rule in enumerate(update.rules) if number in facts.rules)
-        if not rules:
+        if csr.ids.shape[0] == 0 or csr.bags == 0 or facts.rules == {FROZEN}:
+            count(update)
             return
-        target = Target(STEP_ROWS, update.table, facts.starts, facts.slots, rules, update)
+        target = Target(STEP_ROWS, update.table, facts.starts, update)
         self._sum_by_row(target, update.features, update.tables, csr, scale, grad)
 
     def row_grad(
@@ -268,9 +268,19 @@ class TritonBackend:
         csr = _contiguous(csr)
         facts = table_facts(tables)
         config = self._update_config(facts.widest)
+        order = Order.of(csr, scale, grad, target.mode != STORE_SUMS and FROZEN in facts.rules, target.update)
+        sums = Sums.of(
+            target, grad, known_columns(features), winners is not None, dots is not None, facts.clipped
+        )  # fmt: skip
         with on_device(grad.device):
-            runs = sorted_runs(features, tables, facts, csr, scale, grad, config, target.mode != STORE_SUMS)
-            finish(target, tables, facts, runs, grad, winners, known_columns(features), config, dots)
+            found = facts.passes.get((order, sums, id(config)))
+            if found is None:
+                sorter = Sorter(order, facts, config)
+                # the sorter keeps `config`, and with it its id
+                found = facts.passes[order, sums, id(config)] = sorter, Summer(sums, sorter, facts, config)
+            sorter, summer = found
+            runs = sorter(features, tables, csr, scale, grad, target.update)
+            summer(runs, target, tables, grad, winners, dots)
 
 
 def _contiguous(csr: Csr) -> Csr:

@@ -1,0 +1,36 @@
+"""Hooks around `Optimizer.step`, called only where there are any.
+
+Torch wraps the `step` of every optimizer in a name for its profiler and two loops over hooks, which cost the host as
+much as the launch of a kernel.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes of `step(self, closure)` one that torch leaves alone, and that does all that torch's wrapper does."""
+    hooked = Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def either(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return (hooked if _is_watched(self) else step)(self, closure)
+
+    either.hooked = True  # type: ignore[attr-defined]
+    return either
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    """Whether anybody watches the steps of an optimizer, or of all."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    )
