@@ -32,11 +32,13 @@ class _Compiled(NamedTuple):
     metadata: Any
 
 
-class _Address(NamedTuple):
-    """An address as Triton's own call takes it."""
+class _Address:
+    """An address as Triton's own call takes it; no tuple, which it would take apart."""
 
-    address: int
-    dtype: torch.dtype
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
         return self.address
