@@ -3,7 +3,7 @@
 Sizes never depend on the exact number of ids or bags, so a changing batch compiles nothing new.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 SHORT_BAG = 4
@@ -105,3 +105,14 @@ def update_config(widest: int) -> UpdateConfig:
         join=min(max(2048 // block_d, 1), 16), join_warps=4 if block_d < 512 else max(warps, 8), joiners=1024,
         fold=32, block_d=block_d,
     )  # fmt: skip
+
+
+@cache
+def dots_config(config: UpdateConfig) -> UpdateConfig:
+    """The same for sums with dots, which wait for the sum of each product: over fewer warps, with fewer rows aside.
+
+    5 to 7 % less for forward and backward of a product-key memory of 1024 columns (H200, 2026-11).
+    """
+    if config.block_d < 512:
+        return config
+    return replace(config, warps=max(config.block_d // 1024, 1), long=16)

@@ -218,14 +218,16 @@ class TritonBackend:
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None,
+        dots: Tensor | None = None, clean: bool = True,
     ) -> None:  # fmt: skip
         """See `Backend`."""
-        if features.shape[0] == 0:
+        if features.shape[0] == 0 or csr.ids.shape[0] == 0 or csr.bags == 0:
+            if not clean:
+                out.zero_()
             return
         if rows is not None:
             facts = table_facts(rows.tables)
-            target = Target(STORE_SUMS, out, facts.starts, source=rows.table, sources=facts.sources)
+            target = Target(STORE_SUMS, out, facts.starts, source=rows.table, sources=facts.sources, clean=clean)
             self._sum_by_row(target, features, rows.tables, csr, scale, grad, dots=dots)
             return
         read = feature_facts(features)
@@ -233,7 +235,8 @@ class TritonBackend:
             raise ValueError("`rows` must be given where a feature has a MAX_NORM: the gradient depends on them")
         if dots is not None:
             raise ValueError("`rows` must be given with `dots`, which are made with them")
-        self._sum_by_row(Target(STORE_SUMS, out, read.starts), features, read.tables, csr, scale, grad)
+        target = Target(STORE_SUMS, out, read.starts, clean=clean)
+        self._sum_by_row(target, features, read.tables, csr, scale, grad)
 
     def max_grad(self, out: Tensor, features: Tensor, csr: Csr, winners: Tensor, grad: Tensor) -> None:
         """`w * grad` of each element that won, summed into `out` at its element of the table; see `row_grad`."""
@@ -268,6 +271,8 @@ class TritonBackend:
         csr = _contiguous(csr)
         facts = table_facts(tables)
         config = self._update_config(facts.widest)
+        if dots is not None:
+            config = configs.dots_config(config)
         order = Order.of(csr, scale, grad, target.mode != STORE_SUMS and FROZEN in facts.rules, target.update)
         sums = Sums.of(
             target, grad, known_columns(features), winners is not None, dots is not None, facts.clipped
@@ -279,7 +284,8 @@ class TritonBackend:
                 # the sorter keeps `config`, and with it its id
                 found = facts.passes[order, sums, id(config)] = sorter, Summer(sums, sorter, facts, config)
             sorter, summer = found
-            runs = sorter(features, tables, csr, scale, grad, target.update)
+            with target.cleaning():
+                runs = sorter(features, tables, csr, scale, grad, target.update)
             summer(runs, target, tables, grad, winners, dots)
 
 
