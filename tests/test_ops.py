@@ -281,17 +281,6 @@ def test_grad_scale(backend: Backend, device: str) -> None:
     check_update(draw(CASES["means"], device), backend, some_optimizers(3), grad_scale=0.5, skip=0.0)
 
 
-@pytest.mark.parametrize("name", ["shared_table", "absent", "no_ids", "no_bags", "unread_table"])
-def test_row_grad_into_what_is_not_zero(name: str, backend: Backend, device: str) -> None:
-    work = draw(CASES[name], device)
-    scale = torch.rand(work.csr.offsets.shape[0] - 1, device=device)
-    expected = torch.zeros_like(work.table)
-    backend.row_grad(expected, work.features, work.csr, scale, work.grad)
-    found = torch.full_like(work.table, torch.nan)
-    backend.row_grad(found, work.features, work.csr, scale, work.grad, clean=False)
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("skip", [1.0, -0.5, np.inf])
 def test_skip_leaves_every_bit(skip: float, backend: Backend, device: str) -> None:
     work = draw(CASES["means"], device)

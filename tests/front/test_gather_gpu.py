@@ -220,32 +220,3 @@ def test_gradients_of_product_topk_repeat():
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     plain = torch.autograd.grad((a[:, :, None] + b[:, None]).flatten(1).topk(32)[0], [a, b], upstream)
     torch.testing.assert_close(first, plain)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_zeros_are_written_beside_the_sort(captured, monkeypatch):
-    from embedfuse.torch.backends import summed_runs
-
-    monkeypatch.setattr(summed_runs, "MUCH", 0)
-    rows, dim, tokens = 60_000, 256, 900
-    indices = torch.randint(rows, (tokens, 9), device="cuda")
-    weights, x = torch.rand(tokens, 9, device="cuda"), torch.randn(tokens, dim, device="cuda")
-    expected = torch.zeros(rows, dim, dtype=torch.float64, device="cuda")
-    expected.index_add_(0, indices.flatten(), (weights[..., None] * x[:, None]).double().flatten(0, 1))
-
-    def run():
-        # what the gradient's memory holds before
-        torch.full((rows, dim), torch.nan, device="cuda")
-        return scatter_rows(indices, weights, x, rows)
-
-    found = run()
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = run()
-        for _ in range(3):
-            found.fill_(torch.nan)
-            graph.replay()
-    for _ in range(5):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-        found = found if captured else run()

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from . import max_pool, ops
 from .backends import Csr, Policy, select
 from .once import differentiable_once
-from .zero_pages import blank_pages
+from .zero_pages import zero_pages
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -138,10 +138,10 @@ class RowGrad(torch.autograd.Function):
         grad: Tensor, weights: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, scale: Tensor,
         layout: Layout, *tables: Tensor,
     ) -> Tensor:  # fmt: skip
-        out, clean = blank_pages((layout.size,), grad)
+        out = zero_pages((layout.size,), grad)
         csr = Csr(ids, offsets, weights, layout.bags)
         rows = ops.rows_to_cut(tables, layout.starts, layout.size, layout.cut)
-        select(grad.device, grad.dtype).row_grad(out, features, csr, scale, grad, rows, clean=clean)
+        select(grad.device, grad.dtype).row_grad(out, features, csr, scale, grad, rows)
         return out
 
     @staticmethod

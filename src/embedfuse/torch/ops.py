@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import ledger
 from .backends import BadId, Csr, Policy, Rows, accumulation_dtype, select
-from .zero_pages import blank_pages
+from .zero_pages import zero_pages
 
 _lib = torch.library.Library("embedfuse", "DEF")
 _COMMON = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights, SymInt bags, SymInt width"
@@ -173,10 +173,10 @@ def _row_grad(
     like: Tensor, size: int, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, scale: Tensor,
     grad: Tensor, bags: int, cut: Tensor | None, tables: Sequence[Tensor], starts: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    out, clean = blank_pages((size,), like)
+    out = zero_pages((size,), like)
     csr = Csr(ids, offsets, weights, bags)
     rows = rows_to_cut(tables, starts, size, cut)
-    select(like.device, like.dtype).row_grad(out, features, csr, scale, grad, rows, clean=clean)
+    select(like.device, like.dtype).row_grad(out, features, csr, scale, grad, rows)
     return out
 
 

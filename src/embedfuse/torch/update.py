@@ -13,7 +13,7 @@ from .backends.rounding import rounded
 from .bags import joined
 from .ledger import Record
 from .state import GroupState
-from .zero_pages import blank_pages
+from .zero_pages import zero_pages
 
 Joined = tuple[Tensor, Csr, Tensor, Tensor]
 """`features`, `csr`, `scale`, `grad` as the backends take them."""
@@ -175,9 +175,9 @@ def _step_all_rows(
     features, csr, scale, grad = joined
     arena = state.arena
     # summed in the accumulation type: the tables' own may be too coarse for a gradient
-    flat, clean = blank_pages((arena.size,), arena.buffer, state.slots.dtype)
+    flat = zero_pages((arena.size,), arena.buffer, state.slots.dtype)
     to_cut = Rows(arena.buffer.to(flat.dtype), state.masked([True] * len(learns))[0]) if arena.is_cut else None
-    select(grad.device, flat.dtype).row_grad(flat, features, csr, scale, grad, to_cut, clean=clean)
+    select(grad.device, flat.dtype).row_grad(flat, features, csr, scale, grad, to_cut)
     for number, (table, start) in enumerate(zip(arena.parameters, arena.starts, strict=True)):
         if not learns[number] or state.modes[number] != "all":
             continue

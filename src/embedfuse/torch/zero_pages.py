@@ -33,13 +33,3 @@ def zero_pages(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = N
         prefer_large_pages(raw)
     shift = -raw.data_ptr() % LINE
     return raw[shift : shift + size].view(dtype).view(tuple(shape))
-
-
-def blank_pages(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, bool]:
-    """Memory for `Backend.row_grad`, and whether it is zero already.
-
-    On a GPU it need not be: zeros are written there while ids are sorted, which leaves the memory bus alone.
-    """
-    if like.is_cuda:
-        return like.new_empty(tuple(shape), dtype=dtype or like.dtype), False
-    return zero_pages(shape, like, dtype), True

@@ -144,11 +144,9 @@ class Backend(Protocol):
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None, clean: bool = True,
+        dots: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The same sums, put in `out` at OFFSET + id * DIM; `out` is flat, of the table's dtype, zero elsewhere.
-
-        `clean` says that `out` is zero on entry.
+        """The same sums, put in `out` at OFFSET + id * DIM; `out` is flat, of the table's dtype, zero on entry.
 
         `rows` must be given if any table has a MAX_NORM. Its descriptors then say which key (ROW_BASE + id) belongs to
         which table and where that row goes; there may be more tables than the features name (shards of one).

@@ -118,10 +118,8 @@ class CpuBackend:
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None, clean: bool = True,
+        dots: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if not clean:
-            out.zero_()
         csr, threads = _packed(csr), torch.get_num_threads()
         cpu.row_grad(out, features, csr, scale.contiguous(), grad, rows, dots, threads=threads)
 

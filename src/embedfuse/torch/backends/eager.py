@@ -94,10 +94,8 @@ class EagerBackend:
     @torch.no_grad()
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None, clean: bool = True,
+        dots: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if not clean:
-            out.zero_()
         if dots is not None and rows is None:
             raise ValueError("`rows` must be given with `dots`, which are made with them")
         source, tables = rows or (None, tables_of(features))

@@ -3,8 +3,6 @@
 Launches: segments, long ones, and what joins the runs that were cut; once for each distinct optimizer rule.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +26,6 @@ FEW = 1 << 14
 """Ids that do not keep a GPU busy."""
 BESIDE = 1 << 17
 """Ids from which on a second stream is worth the host's time."""
-MUCH = 1 << 26
-"""Bytes of zeros from which on it is."""
 
 
 class Target(NamedTuple):
@@ -41,23 +37,6 @@ class Target(NamedTuple):
     update: Update | None = None
     source: Tensor | None = None  # where the rows can be read, if some are cut to a length or have dots made
     sources: int = 1  # alignment of the rows in `source`
-    clean: bool = True  # whether `out` is zero already
-
-    @contextlib.contextmanager
-    def cleaning(self) -> Iterator[None]:
-        """Has `out` made zero, if it is not, while something is done that leaves it alone."""
-        if self.clean or self.out.numel() * self.out.element_size() < MUCH or not self.out.is_cuda:
-            if not self.clean:
-                self.out.zero_()
-            yield
-            return
-        side = side_of(self.out.get_device())
-        with torch.cuda.stream(side.fork()):
-            self.out.zero_()
-        try:
-            yield
-        finally:
-            side.join()
 
 
 class Sums(NamedTuple):

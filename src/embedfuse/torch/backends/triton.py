@@ -218,16 +218,14 @@ class TritonBackend:
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None, clean: bool = True,
+        dots: Tensor | None = None,
     ) -> None:  # fmt: skip
         """See `Backend`."""
-        if features.shape[0] == 0 or csr.ids.shape[0] == 0 or csr.bags == 0:
-            if not clean:
-                out.zero_()
+        if features.shape[0] == 0:
             return
         if rows is not None:
             facts = table_facts(rows.tables)
-            target = Target(STORE_SUMS, out, facts.starts, source=rows.table, sources=facts.sources, clean=clean)
+            target = Target(STORE_SUMS, out, facts.starts, source=rows.table, sources=facts.sources)
             self._sum_by_row(target, features, rows.tables, csr, scale, grad, dots=dots)
             return
         read = feature_facts(features)
@@ -235,8 +233,7 @@ class TritonBackend:
             raise ValueError("`rows` must be given where a feature has a MAX_NORM: the gradient depends on them")
         if dots is not None:
             raise ValueError("`rows` must be given with `dots`, which are made with them")
-        target = Target(STORE_SUMS, out, read.starts, clean=clean)
-        self._sum_by_row(target, features, read.tables, csr, scale, grad)
+        self._sum_by_row(Target(STORE_SUMS, out, read.starts), features, read.tables, csr, scale, grad)
 
     def max_grad(self, out: Tensor, features: Tensor, csr: Csr, winners: Tensor, grad: Tensor) -> None:
         """`w * grad` of each element that won, summed into `out` at its element of the table; see `row_grad`."""
@@ -284,8 +281,7 @@ class TritonBackend:
                 # the sorter keeps `config`, and with it its id
                 found = facts.passes[order, sums, id(config)] = sorter, Summer(sums, sorter, facts, config)
             sorter, summer = found
-            with target.cleaning():
-                runs = sorter(features, tables, csr, scale, grad, target.update)
+            runs = sorter(features, tables, csr, scale, grad, target.update)
             summer(runs, target, tables, grad, winners, dots)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import one_table
 from ..backends import BadId, Csr, Policy, Rows, accumulation_dtype, device_errors, select
-from ..zero_pages import blank_pages, zero_pages
+from ..zero_pages import zero_pages
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _IDS = "Tensor ids, Tensor offsets"
@@ -57,13 +57,12 @@ def scatter_sum(
     """`[rows, D]` of `dtype`; `grad` `[B, D]` of any float dtype and any strides."""
     bags, dim = grad.shape
     refuse_bad_ids(ids, rows, policy)
-    if not (bags and dim and rows and ids.shape[0]):
-        return zero_pages((rows, dim), grad, dtype)
-    out, clean = blank_pages((rows, dim), grad, dtype)
-    features = one_table.descriptor(out, "sum", 0, False)
-    unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))
-    csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
-    select(grad.device, dtype).row_grad(out.view(-1), features, csr, unscaled, grad.detach(), clean=clean)
+    out = zero_pages((rows, dim), grad, dtype)
+    if bags and dim and rows and ids.shape[0]:
+        features = one_table.descriptor(out, "sum", 0, False)
+        unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))
+        csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
+        select(grad.device, dtype).row_grad(out.view(-1), features, csr, unscaled, grad.detach())
     return out
 
 
@@ -74,15 +73,13 @@ def scatter_and_dot(
     bags, (rows, dim) = offsets.shape[0] - 1, table.shape
     refuse_bad_ids(ids, rows, policy)
     kind = accumulation_dtype(table.dtype)
-    dots = table.new_zeros(ids.shape, dtype=kind)
-    if not (bags and dim and rows and ids.shape[0]):
-        return zero_pages((rows, dim), table), dots
-    out, clean = blank_pages((rows, dim), table)
-    features, tables = (one_table.descriptor(out, "sum", 0, False, table=table) for table in (False, True))
-    csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
-    read, unscaled = Rows(_flat(table), tables), table.new_empty(0, dtype=kind)
-    engine = select(table.device, table.dtype)
-    engine.row_grad(out.view(-1), features, csr, unscaled, grad.detach(), read, dots, clean)
+    out, dots = zero_pages((rows, dim), table), table.new_zeros(ids.shape, dtype=kind)
+    if bags and dim and rows and ids.shape[0]:
+        features, tables = (one_table.descriptor(out, "sum", 0, False, table=table) for table in (False, True))
+        csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
+        read = Rows(_flat(table), tables)
+        engine = select(table.device, table.dtype)
+        engine.row_grad(out.view(-1), features, csr, table.new_empty(0, dtype=kind), grad.detach(), read, dots)
     return out, dots
 
 
