@@ -109,7 +109,9 @@ def part_of(name: str, config: FeatureConfig, value: Any) -> Part:
         ValueError: a dense tensor or weights for a sequence feature, or an `output_shape` that does not fit.
     """
     length = config.max_sequence_length if config.output_shape is None else 0
-    if isinstance(value, Tensor) and value.is_nested:
+    if isinstance(value, Tensor):
+        if not value.is_nested:
+            return _dense(name, config, value)
         value = Bags.from_nested(value)
     if isinstance(value, SparseIds):
         if length and len(value.dense_shape) == 2:
@@ -126,14 +128,6 @@ def part_of(name: str, config: FeatureConfig, value: Any) -> Part:
             _refuse_weights(name, value)
             return _sequence(*_matrix_of_bags(value, _folded(config, value.ids), length))
         return _pooled(name, config, value, (value.offsets.shape[0] - 1,))
-    if isinstance(value, Tensor):
-        check_ids(name, value)
-        if config.max_sequence_length:
-            raise ValueError(
-                f"feature {name!r} has `max_sequence_length={config.max_sequence_length}`: give it Bags or SparseIds, "
-                f"got a dense tensor of shape {tuple(value.shape)}"
-            )
-        return _dense(value)
     raise TypeError(
         f"feature {name!r} must be Bags, SparseIds, an integer tensor or a jagged nested tensor, got "
         f"{type(value).__name__}: use Bags(ids, offsets), Bags.from_lists, .from_padded or .from_arrow"
@@ -160,8 +154,16 @@ def _pooled(name: str, config: FeatureConfig, bags: Bags, shape: tuple[int, ...]
     return Part(bags.ids, bags.offsets, bags.weights, count, 1, shape)
 
 
-def _dense(ids: Tensor) -> Part:
+def _dense(name: str, config: FeatureConfig, ids: Tensor) -> Part:
+    check_ids(name, ids)
+    if config.max_sequence_length:
+        raise ValueError(
+            f"feature {name!r} has `max_sequence_length={config.max_sequence_length}`: give it Bags or SparseIds, "
+            f"got a dense tensor of shape {tuple(ids.shape)}"
+        )
     shape = tuple(ids.shape)
+    if len(shape) == 1:
+        return Part(ids, None, None, shape[0], 1, shape)
     count = shape[0] if shape else 1
     copies = 1
     for size in shape[1:]:

@@ -1,6 +1,6 @@
 """Features come as a nest of dicts, lists and tuples; inputs and outputs have the same nest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..config import FeatureConfig
@@ -44,12 +44,23 @@ def flatten(nest: Any, inputs: Any, path: str = "") -> list[Any]:
             raise ValueError(
                 f"`inputs`{where} must hold the collection's features; missing: {missing}, unknown: {unknown}"
             )
-        return [leaf for key, value in nest.items() for leaf in flatten(value, inputs[key], _join(path, key))]
+        return _each(((value, inputs[key], key) for key, value in nest.items()), path)
     if not isinstance(inputs, (list, tuple)):
         raise TypeError(f"`inputs`{where} must be a list or tuple like the features, got {type(inputs).__name__}")
     if len(inputs) != len(nest):
         raise ValueError(f"`inputs`{where} must have {len(nest)} entries, got {len(inputs)}")
-    return [leaf for number, value in enumerate(nest) for leaf in flatten(value, inputs[number], _join(path, number))]
+    return _each(((value, inputs[number], number) for number, value in enumerate(nest)), path)
+
+
+def _each(entries: Iterable[tuple[Any, Any, Any]], path: str) -> list[Any]:
+    found = []
+    for value, given, key in entries:
+        # most are features themselves, and batches come often
+        if isinstance(value, FeatureConfig):
+            found.append(given)
+        else:
+            found += flatten(value, given, _join(path, key))
+    return found
 
 
 def rebuild(nest: Any, values: Iterator[Any]) -> Any:

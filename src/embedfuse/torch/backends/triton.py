@@ -265,7 +265,8 @@ class TritonBackend:
     ) -> None:  # fmt: skip
         if csr.ids.shape[0] == 0 or csr.bags == 0:
             return
-        csr = _contiguous(csr)
+        # launchers take addresses only, so types must be what they were told
+        csr, scale = _contiguous(csr), scale.to(torch.float32).contiguous()
         facts = table_facts(tables)
         config = self._update_config(facts.widest)
         if dots is not None:
@@ -289,7 +290,7 @@ def _contiguous(csr: Csr) -> Csr:
     weights = csr.weights
     return Csr(
         csr.ids.contiguous(),
-        csr.offsets.contiguous(),
+        csr.offsets.to(torch.int64).contiguous(),
         None if weights is None else weights.to(torch.float32).contiguous(),
         csr.bags,
     )
