@@ -1,7 +1,7 @@
 """Whole training steps of DLRM, DeepFM and WDL: the same model over every kind of embeddings, in three modes.
 
 Checked first: three losses and the rows after the first step, against a float64 model whose tables hold only the rows
-of the batches.
+of the batches. Rows may be off by as much as those of the same model in float32 are, three times.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from .runner import Options, check_providers, report_of, save
 from .timing import Job, Refusals, examine, results, take_turns
 
 BATCHES = 3
-LOSS_TOLERANCE, MOVE_TOLERANCE = 2e-3, 0.02
-"""Relative, of three losses, and of the rows' moves in the first step: batch normalisation of channels that are nearly
-constant makes much of the last digits of float32."""
+LOSS_TOLERANCE, MOVE_TOLERANCE, NOISE = 2e-3, 0.02, 3.0
+"""The first two relative, of three losses and of the rows' moves in the first step; or so many times what plain PyTorch
+in float32 is off by: batch normalisation of channels that are nearly constant makes much of the last digits."""
 MODES = ("eager", "compiled", "graphs")
 MODEL_PROVIDERS = tuple(PROVIDERS)
 MODEL_CASES = [
@@ -94,6 +94,9 @@ def measure(
 ) -> None:  # fmt: skip
     """Checks and times one case in some modes, and puts what is found into its entry."""
     began = time.monotonic()
+    if "compiled" in modes:
+        # all cases compile one `forward`, and a compiler that has seen too many kinds of it gives up
+        torch.compiler.reset()
     batches = draw(case, options.device, BATCHES)
     touched = _touched(case, batches)
     expected = None
@@ -177,13 +180,28 @@ def _touched(case: ModelCase, batches: Sequence[Rows]) -> dict[str, Tensor]:
     return {lookup.name: rows[lookup.field.name] for lookup in case.lookups(case.schema())}
 
 
-Expected = tuple[list[float], dict[str, Tensor]]
+Expected = tuple[list[float], dict[str, Tensor], dict[str, float]]
+"""Losses, rows after the first step, and how far their moves may be off, relative."""
 
 
 def _expect(
     case: ModelCase, batches: Sequence[Rows], touched: dict[str, Tensor], saved: dict[str, tuple[Tensor, Tensor]]
 ) -> Expected:
-    """Losses of a step on each batch, and rows after the first, by a model of float64 with just these rows."""
+    """Of a step on each batch."""
+    losses, tables = _judge(case, batches, touched, saved, torch.float64)
+    _, rounded = _judge(case, batches[:1], touched, saved, torch.float32)
+    allowed = {
+        name: max(MOVE_TOLERANCE, NOISE * _error(rounded[name], saved[name][1], table))
+        for name, table in tables.items()
+    }
+    return losses, tables, allowed
+
+
+def _judge(
+    case: ModelCase, batches: Sequence[Rows], touched: dict[str, Tensor], saved: dict[str, tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+    """Losses of a step on each batch, and rows after the first, by a plain model with just these rows."""
     fields = [field.name for field in case.schema().fields]
     small = case.schema([len(touched[name]) for name in fields])
     lookups = filled(case, case.lookups(small))
@@ -191,7 +209,7 @@ def _expect(
     embeddings = UnfusedEmbeddings(lookups, device, "dense")
     torch.manual_seed(0)
     make: Any = MODELS[case.model]
-    model = make(embeddings, small, dim=case.dim).to(device).double()
+    model = make(embeddings, small, dim=case.dim).to(device, dtype)
     with torch.no_grad():
         for name, table in embeddings.weights().items():
             table.copy_(saved[name][1])
@@ -201,8 +219,8 @@ def _expect(
     tables: dict[str, Tensor] = {}
     for batch in batches:
         inputs = {name: torch.searchsorted(touched[name], batch.inputs[name]) for name in fields}
-        logits = model(inputs, batch.numeric.double())
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double())
+        logits = model(inputs, batch.numeric.to(dtype))
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.to(dtype))
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -216,23 +234,30 @@ def _expect(
 def _wrong(
     made: Trainable, batches: Sequence[Rows], saved: dict[str, tuple[Tensor, Tensor]], expected: Expected
 ) -> str | None:
-    losses, tables = expected
+    losses, tables, allowed = expected
     for number, (batch, loss) in enumerate(zip(batches, losses, strict=True), 1):
         made.step(batch)
         found = float(made.loss.detach())
         if not abs(found - loss) <= LOSS_TOLERANCE * abs(loss):
             return f"loss {found:.6f} in step {number}, expected {loss:.6f}"
-        reason = _moved_wrongly(made, saved, tables) if number == 1 else None
+        reason = _moved_wrongly(made, saved, tables, allowed) if number == 1 else None
         if reason:
             return reason
     return None
 
 
-def _moved_wrongly(made: Trainable, saved: dict[str, tuple[Tensor, Tensor]], tables: dict[str, Tensor]) -> str | None:
+def _moved_wrongly(
+    made: Trainable, saved: dict[str, tuple[Tensor, Tensor]], tables: dict[str, Tensor], allowed: dict[str, float]
+) -> str | None:
     for name, table in made.embeddings.weights().items():
         rows, before = saved[name]
-        move, right = (values.double() - before.double() for values in (table.detach()[rows], tables[name]))
-        error = float((move - right).norm() / right.norm().clamp_min(1e-12))
-        if not error <= MOVE_TOLERANCE:
+        error = _error(table.detach()[rows], before, tables[name])
+        if not error <= allowed[name]:
             return f"rows of {name} moved wrongly, by {error:.0%} of their way"
     return None
+
+
+def _error(found: Tensor, before: Tensor, expected: Tensor) -> float:
+    """How far rows are from where they should be, in shares of their way there."""
+    move, right = (values.double() - before.double() for values in (found, expected))
+    return float((move - right).norm() / right.norm().clamp_min(1e-12))
