@@ -177,7 +177,28 @@ def test_keys_are_sorted_by_counting(number: int, dtype: torch.dtype) -> None:
     keys = torch.randint(-3, 60, (number,), dtype=dtype, device=DEVICE)
     keys[::7] = torch.iinfo(dtype).max
     expected = torch.sort(keys, stable=True)
-    found, order = ranked(keys)
+    found, order = ranked(keys, 300, 16)
+    assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("number", "window"), [(33, 32), (64, 32), (65, 64), (300, 16), (1100, 32)])
+def test_keys_are_sorted_in_windows(number: int, window: int, dtype: torch.dtype) -> None:
+    keys = torch.randint(-3, 60, (number,), dtype=dtype, device=DEVICE)
+    keys[::7] = torch.iinfo(dtype).max
+    expected = torch.sort(keys, stable=True)
+    found, order = ranked(keys, 32, window)
+    assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("most", [3, 1000, 2**31 - 1])
+@pytest.mark.parametrize("number", [8193, 13_312, 40_000, 65_535, 65_536, 100_001])
+def test_many_keys_are_sorted_in_windows(number: int, most: int) -> None:
+    keys = torch.randint(0, most, (number,), dtype=torch.int32, device=DEVICE)
+    expected = torch.sort(keys, stable=True)
+    found, order = ranked(keys, 8192, 512)
     assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
 
 

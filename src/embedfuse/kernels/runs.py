@@ -165,28 +165,6 @@ def key_kernel(
         tl.store(p_coefficients + position, coefficient, mask=inside)
 
 
-@triton.jit(do_not_specialize=["number"], do_not_specialize_on_alignment=["p_keys", "p_sorted", "p_order"])
-def rank_kernel(p_keys, p_sorted, p_order, number, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: `ROWS` keys, each put where as many come before it, of all; equal ones keep their order.
-
-    The square of the number in comparisons, but of few keys that is done before a sort in several passes has begun.
-    """
-    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = position < number
-    key = tl.load(p_keys + position, mask=inside, other=0)
-    before = tl.zeros([ROWS, BLOCK], tl.int32)
-    first = 0
-    while first < number:
-        at = first + tl.arange(0, BLOCK)
-        other = tl.load(p_keys + at, mask=at < number, other=0)[None, :]
-        earlier = (other < key[:, None]) | ((other == key[:, None]) & (at[None, :] < position[:, None]))
-        before += (earlier & (at < number)[None, :]).to(tl.int32)
-        first += BLOCK
-    rank = tl.sum(before, axis=1)
-    tl.store(p_sorted + rank, key, mask=inside)
-    tl.store(p_order + rank, position.to(tl.int64), mask=inside)
-
-
 @triton.jit
 def tables_of(p_owners, owners, key, first_key, last_key, BLOCK: tl.constexpr):
     """The ROW_BASE and the table of each of `BLOCK` sorted keys, from `first_key` to `last_key`."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.configs import UpdateConfig
-from ...kernels.runs import key_kernel, rank_kernel, segment_kernel
+from ...kernels.few_keys import merge_kernel, rank_kernel
+from ...kernels.runs import key_kernel, segment_kernel
 from . import Csr, Update
 from .descriptor_facts import TableFacts
 from .launching import HOST, device_of, launch, launcher
@@ -19,7 +20,7 @@ INT32 = 2**31 - 1
 STEP = 4
 """Partial sums start at multiples of this many elements."""
 RANKED = 16
-"""Keys that one program of `rank_kernel` puts in their places."""
+"""Keys that one program of `kernels/few_keys.py` puts in their places."""
 ALIGNMENT = 128
 """Bytes; tensors that share an allocation start at multiples."""
 ROUND = 4096
@@ -148,7 +149,9 @@ class Sorter:
                 grad.stride(1), tables.shape[0],
             ), device,
         )  # fmt: skip
-        keys, positions = torch.sort(keys, stable=True) if number > config.few else ranked(keys)
+        keys, positions = (
+            torch.sort(keys, stable=True) if number > config.few else ranked(keys, config.whole, config.window)
+        )
         p_keys, p_positions = pointer(keys), pointer(positions)
         blocks = ceil_div(number, config.block)
         owners = self.facts.owners
@@ -201,9 +204,21 @@ class Sorter:
         return places, size
 
 
-def ranked(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.sort(keys, stable=True)` in one launch, for few keys."""
+def ranked(keys: Tensor, whole: int, window: int) -> tuple[Tensor, Tensor]:
+    """`torch.sort(keys, stable=True)` for few keys.
+
+    In one launch for up to `whole` of them, else in two, by windows of so many, a power of two of at least `RANKED`.
+    """
     number = keys.shape[0]
     found, order = torch.empty_like(keys), torch.empty(number, dtype=torch.int64, device=keys.device)
-    launch(rank_kernel, (ceil_div(number, RANKED),), (keys, found, order), (number,), 4, {"ROWS": RANKED, "BLOCK": 256})
+    grid, tiles = (ceil_div(number, RANKED),), {"ROWS": RANKED, "BLOCK": 256}
+    if number <= whole:
+        launch(rank_kernel, grid, (keys, found, order), (number, grid[0] * RANKED), 4, tiles)
+        return found, order
+    sorted_keys, positions = torch.empty_like(keys), torch.empty(number, dtype=torch.int32, device=keys.device)
+    launch(rank_kernel, grid, (keys, sorted_keys, positions), (number, window), 4, tiles)
+    launch(
+        merge_kernel, grid, (sorted_keys, positions, found, order), (number,), 4,
+        {"WINDOW": window, "STEPS": window.bit_length(), "ROWS": RANKED, "WINDOWS": 32},
+    )  # fmt: skip
     return found, order
