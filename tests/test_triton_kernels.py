@@ -194,11 +194,11 @@ def test_keys_are_sorted_in_windows(number: int, window: int, dtype: torch.dtype
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("most", [3, 1000, 2**31 - 1])
-@pytest.mark.parametrize("number", [8193, 13_312, 40_000, 65_535, 65_536, 100_001])
+@pytest.mark.parametrize("number", [4097, 8193, 13_312, 32_767, 32_768, 50_001])
 def test_many_keys_are_sorted_in_windows(number: int, most: int) -> None:
     keys = torch.randint(0, most, (number,), dtype=torch.int32, device=DEVICE)
     expected = torch.sort(keys, stable=True)
-    found, order = ranked(keys, 8192, 512)
+    found, order = ranked(keys, 4096, 512)
     assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
 
 

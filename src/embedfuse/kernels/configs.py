@@ -100,7 +100,7 @@ def update_config(widest: int) -> UpdateConfig:
     # long segments: a tile that few registers hold; so few programs that others run beside them
     tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048
     return UpdateConfig(
-        keys=512, few=1 << 16, whole=8192, window=512, chunk=64, block=512,
+        keys=512, few=1 << 15, whole=4096, window=512, chunk=64, block=512,
         parts=8 if block_d <= 64 else 16 if block_d <= 256 else 32, segments=segments,
         warps=warps, long=8, terms=min(max(tile // block_d, 1), 32),
         long_warps=max(min(block_d // (64 if block_d < 512 else 128), 16), 1), long_programs=1024,

@@ -2,6 +2,14 @@
 
 Each key is put where as many come before it. Up to some thousands of keys all are compared with all. More are cut into
 windows: `rank_kernel` sorts each, and `merge_kernel` finds by bisection how many of every other window come before.
+
+On an H200 (2026-11; device time, and the host's to launch it, of 32-bit keys), beside `torch.sort`:
+
+    keys      all with all    windows of 512    torch.sort
+    4096      11 µs, 14 µs      8 µs, 26 µs     25 µs, 29 µs
+    13,312    64, 18           13, 28           48, 63
+    32,768                     32, 28           47, 59
+    65,536                     82, 28           48, 60
 """
 
 from .._triton import tl, triton
