@@ -30,10 +30,10 @@ def differentiable_once(message: str) -> Callable[[Callable[..., Any]], Callable
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def wrapper(ctx: Any, *grads: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
             with torch.no_grad():
                 made = backward(ctx, *grads)
-            if not torch.is_grad_enabled():
-                return made
             sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
             if not sources:
                 return made
