@@ -13,10 +13,60 @@ from bench_helpers import (
     quick_backend,  # noqa: F401 (a fixture for all tests here)
 )
 
+from embedfuse import SGD, FeatureConfig, TableConfig
 from embedfuse.bench import (
     providers,
     timing,
 )
+from embedfuse.torch import EmbeddingCollection, FusedOptimizer
+
+
+def lookup() -> tuple[EmbeddingCollection, FusedOptimizer]:
+    """Of two features, whose ids are put together in the forward."""
+    tables = [TableConfig(1000, 16, 0.0, combiner="sum", name=name) for name in "ab"]
+    collection = EmbeddingCollection(
+        {table.name: FeatureConfig(table) for table in tables}, SGD(1.0),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )  # fmt: skip
+    return collection, FusedOptimizer(collection)
+
+
+def test_what_a_forward_saves_is_kept() -> None:
+    collection, optimizer = lookup()
+    ids = torch.arange(5, device=next(collection.parameters()).device)
+    with timing._keeping() as saved:
+        out = collection.concatenated({"a": ids, "b": ids})
+    out.sum().backward()
+    optimizer.step()
+    assert any(torch.equal(tensor, torch.cat([ids, ids])) for tensor in saved)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_backward_does_not_read_what_was_freed() -> None:
+    collection, optimizer = lookup()
+    rows = torch.randperm(1000, device="cuda")[:700]
+    prepare = lambda ids: collection.concatenated({"a": ids, "b": ids})  # noqa: E731
+
+    def run(_: Any, out: torch.Tensor) -> None:
+        out.backward(torch.ones_like(out))
+        optimizer.step()
+
+    job = timing.Job("ours", "backward", providers.Phase(run, prepare), [rows], True)
+    timing.Refusals().capture(job)
+    assert job.error is None and len(job.graphs) == 1, job.facts
+    for table in collection.tables.values():
+        table.data.zero_()
+    # what was freed goes back to the driver, or to others
+    torch.cuda.empty_cache()
+    junk = [torch.full((1 << 20,), -1, device="cuda") for _ in range(20)]
+    job.graphs[0].replay()
+    torch.cuda.synchronize()
+    expected = torch.zeros(1000, device="cuda")
+    expected[rows] = -1
+    for table in collection.tables.values():
+        assert torch.equal(table.detach()[:, 7], expected)
+    del junk
 
 
 def test_jobs_take_turns_and_one_that_fails_does_not_stop_the_others() -> None:

@@ -9,7 +9,7 @@ until it is done.
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,14 +153,15 @@ class Refusals:
                 with torch.cuda.stream(stream):
                     for _ in range(2):
                         job.phase.run(batch, job.phase.prepare(batch))
-                    prepared = job.phase.prepare(batch)
+                    with _keeping() as saved:
+                        prepared = job.phase.prepare(batch)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream):
                     result = job.phase.run(batch, prepared)
                 torch.cuda.synchronize()
                 job.graphs.append(graph)
-                job.held.append((prepared, result))
+                job.held.append((prepared, result, saved))
         except LIBRARY_ERRORS as error:
             job.graphs.clear()
             job.held.clear()
@@ -168,6 +169,19 @@ class Refusals:
             if not isinstance(error, torch.OutOfMemoryError):
                 self.reasons[key] = job.facts["no graph"]
             _settle()
+
+
+@contextlib.contextmanager
+def _keeping() -> Iterator[list[Any]]:
+    """Lists what forwards save for their backward, which frees it; if that is captured, each replay reads it again."""
+    saved: list[Any] = []
+
+    def keep(tensor: Any) -> Any:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
 
 
 def _settle() -> None:

@@ -150,7 +150,13 @@ class Fbgemm:
         self._backward(batch, self._look_up(batch))
 
     def output(self, batch: Batch) -> Tensor:
+        # every forward counts as a step of Adam, evaluations too
+        counters = [getattr(self.module, name, None) for name in ("iter", "iter_cpu")]
+        before = [counter.clone() if isinstance(counter, Tensor) else None for counter in counters]
         out = self._forward(batch)
+        for name, value in zip(("iter", "iter_cpu"), before, strict=True):
+            if value is not None:
+                getattr(self.module, name).copy_(value)
         if self.work.case.sequence:
             count = len(self.work.case.rows)
             out = out.view(count, -1, self.work.case.dims[0]).transpose(0, 1).reshape(-1, self.work.case.width)
