@@ -18,7 +18,17 @@ from .compiling import constant_in_graphs, is_exporting
 from .functions import Layout, LookupForUpdate, PooledLookup, call, is_transformed, is_watched
 from .initializers import initialize
 from .joined_bags import JoinedBags, joinable, parts_of_joined
-from .layout import Launch, Part, assemble, part_of, plan_launch, planned_feature, planned_table, without_fillers
+from .layout import (
+    Launch,
+    Part,
+    assemble,
+    forms_of,
+    part_of,
+    plan_launch,
+    planned_feature,
+    planned_table,
+    without_fillers,
+)
 from .nest import flatten, leaves, rebuild, replace
 from .prepare import prepared
 from .sparse_grad import SparseGradLookup
@@ -205,9 +215,7 @@ class EmbeddingCollection(nn.Module):
             raise ValueError(
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
             )
-        slot_number, launch = self._launch(
-            number, tuple(part.copies for part in parts), tuple(part.is_sequence for part in parts)
-        )
+        slot_number, launch = self._launch(number, *forms_of(parts))
         if is_exporting():
             # an exported program outlives the collection
             slot_number = 0

@@ -215,6 +215,13 @@ def _refuse_weights(name: str, bags: Bags) -> None:
         raise ValueError(f"feature {name!r} is a sequence and takes no weights: scale its output rows instead")
 
 
+def forms_of(parts: Sequence[Part]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """What a launch is planned by: for each feature its copies, and whether they are places of a sequence."""
+    if parts[0].joined:
+        return (1,) * len(parts), (False,) * len(parts)
+    return tuple([part.copies for part in parts]), tuple([part.is_sequence for part in parts])
+
+
 def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """All features of a launch as `ids [N]`, `offsets [F * B + 1]`, `weights [N]` or None, and B.
 

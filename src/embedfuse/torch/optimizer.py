@@ -1,6 +1,7 @@
 """`FusedOptimizer`: a `torch.optim.Optimizer` over the tables of embedding collections."""
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from .pending import PendingGradient
 from .state import GroupState, ordinary_tensors
 from .step_hooks import with_hooks
 from .stepped_tables import collections_of, names_of, optimizer_of, seed_of
+
+_GRAD = operator.attrgetter("grad")
 
 
 class _Work(NamedTuple):
@@ -147,7 +150,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not any(learns):
             return None
         state = self._states[number][group]
-        mine = [rates[of_table] for of_table in self._rates_of[number][group]]
+        mine = rates * len(state.optimizers) if len(rates) == 1 else [rates[n] for n in self._rates_of[number][group]]
         return _Work(state, update.ready(records, state.arena.buffer, learns), learns, mine, state.hyper_of(mine))
 
     def _on_backward(self, number: int) -> Callable[[Record], None]:
@@ -183,14 +186,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check(self, waiting: list[Record]) -> None:
         for record in waiting:
             record.check()
-        for table in self._seen:
-            if table.grad is not None:
-                name = next(name for name, own, *_ in self._tables() if own is table)
-                raise RuntimeError(
-                    f"table {name!r} has a `.grad`, which FusedOptimizer does not use: it came from the table itself, "
-                    'as a penalty on its values gives, and not from a lookup. Use update="autograd" with a torch '
-                    "optimizer, or `weight_decay_factor` of the optimizer, and set `.grad` to None"
-                )
+        # a loop over hundreds of tables takes longer than a launch
+        if [None] * len(self._seen) != list(map(_GRAD, self._seen)):
+            table = next(table for table in self._seen if table.grad is not None)
+            name = next(name for name, own, *_ in self._tables() if own is table)
+            raise RuntimeError(
+                f"table {name!r} has a `.grad`, which FusedOptimizer does not use: it came from the table itself, "
+                'as a penalty on its values gives, and not from a lookup. Use update="autograd" with a torch '
+                "optimizer, or `weight_decay_factor` of the optimizer, and set `.grad` to None"
+            )
 
     def _learning_rates(self) -> list[float]:
         for optimizer, group in zip(self._optimizers, self.param_groups, strict=True):

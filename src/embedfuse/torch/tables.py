@@ -97,6 +97,7 @@ class Arena:
         self._tables = tables
         self.buffer = torch.empty(0)
         self._places: list[int] = []  # data pointers of the tables if they lie in the buffer
+        self._seen, self._holds_all = -1, False  # whether there were no other tables, when they changed last
 
     @property
     def is_cut(self) -> bool:
@@ -106,7 +107,11 @@ class Arena:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The tables, in order."""
-        return list(map(cast("dict[str, nn.Parameter]", self._tables._parameters).__getitem__, self.names))
+        held = cast("dict[str, nn.Parameter]", self._tables._parameters)
+        if self._seen != self._tables.changes:
+            self._seen, self._holds_all = self._tables.changes, list(held) == self.names
+        # asked for several times in a step, of hundreds of tables
+        return list(held.values()) if self._holds_all else list(map(held.__getitem__, self.names))
 
     def allocate(self, dtype: torch.dtype, device: Any) -> None:
         """Makes the buffer, and parameters that lie in it, for the first time."""
