@@ -269,12 +269,42 @@ def test_states_move_copy_and_pickle():
         assert fresh(inputs)["seen"].max() == 1
 
 
+def test_views_of_a_tables_own_memory_are_noticed():
+    collection = EmbeddingCollection(embedfuse.FeatureConfig(embedfuse.TableConfig(4, 4, name="square")))
+    table = collection.tables["square"]
+    expected = table.detach().t().clone()
+    table.data = table.data.t()
+    assert torch.equal(collection(torch.arange(4)), expected)
+    table.data = table.data.reshape(2, 8)
+    with pytest.raises(ValueError, match=r"table 'square' must keep its shape \[4, 4\], got \[2, 8\]"):
+        collection(torch.arange(2))
+
+
 def test_configs_are_never_changed_and_every_name_is_allowed():
     table = embedfuse.TableConfig(3, 2, name="items")
     feature = embedfuse.FeatureConfig(table)
     collection = EmbeddingCollection({"items": feature, "keys": embedfuse.FeatureConfig(embedfuse.TableConfig(3, 1))})
     assert feature.table is table and table.optimizer is None
     assert dict(collection.named_parameters()).keys() == {"tables.items", "tables.table_1"}
+
+
+@pytest.mark.parametrize("name", ["training", "_parameters", "_own", "_buffers"])
+def test_names_that_modules_need_are_refused(name):
+    with pytest.raises(ValueError, match=f"`name` of a table must not be one .* got '{name}': choose another"):
+        EmbeddingCollection(embedfuse.FeatureConfig(embedfuse.TableConfig(3, 2, name=name)))
+
+
+@pytest.mark.parametrize("name", ["changes", "items", "put", "forward", "T", "call_super_init"])
+def test_other_names_work_throughout(name):
+    collection = EmbeddingCollection(
+        embedfuse.FeatureConfig(embedfuse.TableConfig(3, 2, 1.0, name=name)), embedfuse.SGD(1.0)
+    )
+    optimizer = FusedOptimizer(collection)
+    collection.train()
+    collection.load_state_dict({f"tables.{name}": torch.full((3, 2), 2.0)}, assign=True)
+    collection(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert collection.tables[name].tolist() == [[2, 2], [1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import torch
 from plain import Plain, batch_for, loss_of, three_features, upstream
 
 import embedfuse
-from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
+from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer, use_backend
+from embedfuse.torch.backends import why_not
 
 PAIRS = {
     "sgd": (embedfuse.SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
@@ -391,3 +392,28 @@ def test_a_refused_lookup_leaves_nothing_open():
     with pytest.raises(IndexError):
         collection({**inputs, "city": Bags.from_lists([[7], [], []])})
     backward(collection, inputs, 1)
+
+
+@pytest.mark.parametrize("name", ["eager", "cpu", "triton"])
+def test_a_table_frozen_between_two_backwards_of_a_dense_step(name):
+    if why_not(name, torch.device("cpu")):
+        pytest.skip(f"{name} does not serve a CPU here")
+    adam = embedfuse.Adam(0.05, bias_correction=True, epsilon=1e-8, lazy_adam=False)
+    tables = [embedfuse.TableConfig(8, 4, 1.0, adam, name=table) for table in "ab"]
+    collection = EmbeddingCollection({table.name: embedfuse.FeatureConfig(table) for table in tables})
+    optimizer = FusedOptimizer(collection)
+    plain = {table: torch.ones(8, 4, requires_grad=True) for table in "ab"}
+    theirs = torch.optim.Adam(plain.values(), 0.05)
+    inputs = {"a": torch.tensor([3, 6]), "b": torch.tensor([2, 5])}
+    with use_backend(name):
+        for trained in ("ab", "a"):
+            for table in "ab":
+                collection.tables[table].requires_grad_(table in trained)
+            rows = collection(inputs)
+            for table in trained:
+                (rows[table].sum() * 0.5).backward(retain_graph=True)
+                (plain[table][inputs[table]].sum() * 0.5).backward()
+        optimizer.step()
+    theirs.step()
+    for table in "ab":
+        torch.testing.assert_close(collection.tables[table].detach(), plain[table].detach())

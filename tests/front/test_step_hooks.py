@@ -59,6 +59,17 @@ def test_a_hook_may_replace_the_closure(stepped):
     assert rows(collection) == [0.0, -2.0, -1.0, 0.0, 0.0]
 
 
+def test_hooks_get_the_arguments_as_they_were_given(stepped):
+    _, optimizer = stepped
+    seen = []
+    optimizer.register_step_pre_hook(lambda mine, args, kwargs: seen.append((args[1:], dict(kwargs))))
+    closure = lambda: 1.0  # noqa: E731
+    assert optimizer.step() is None and optimizer.step(closure) == 1.0 and optimizer.step(closure=closure) == 1.0
+    assert seen == [((), {}), ((closure,), {}), ((), {"closure": closure})]
+    optimizer.register_step_pre_hook(lambda mine, args, kwargs: (args, {**kwargs, "closure": lambda: 3.0}))
+    assert optimizer.step() == 3.0
+
+
 def test_profilers_see_the_step(stepped):
     _, optimizer = stepped
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

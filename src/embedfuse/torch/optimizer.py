@@ -180,7 +180,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for collection in self._collections:
             collection._settle()
         moved = [state.follow() for states in self._states for state in states]
-        if any(moved) or self._changes != [one.tables.changes for one in self._collections]:
+        if any(moved) or self._changes != [one.tables._changes for one in self._collections]:
             self._fill_state()
 
     def _check(self, waiting: list[Record]) -> None:
@@ -272,7 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         self._seen = [table for collection in self._collections for table in collection.tables.values()]
-        self._changes = [collection.tables.changes for collection in self._collections]
+        self._changes = [collection.tables._changes for collection in self._collections]
         self.state.clear()
         for _, table, state, index in self._tables():
             self.state[table] = {slot: state.view(index, slot) for slot in state.names(index)}

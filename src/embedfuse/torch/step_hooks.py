@@ -14,12 +14,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 
 def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes of `step(self, closure)` one that torch leaves alone, and that does all that torch's wrapper does."""
+    """Makes of a `step` one that torch leaves alone, and that does all that torch's wrapper does."""
     hooked = Optimizer.profile_hook_step(step)
 
     @wraps(step)
-    def either(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return (hooked if _is_watched(self) else step)(self, closure)
+    def either(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # as they were given: hooks see them, and may change them
+        return (hooked if _is_watched(self) else step)(self, *args, **kwargs)
 
     either.hooked = True  # type: ignore[attr-defined]
     return either

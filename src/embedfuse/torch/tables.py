@@ -14,24 +14,24 @@ from ..plan import T_OFFSET, PlannedTable, plan_group
 
 
 class Tables(nn.Module):
-    """Tables by name. A dict-like holder; unlike `nn.ParameterDict` it allows every name, "items" included."""
+    """Tables by name. A dict-like holder; unlike `nn.ParameterDict` it allows the names of its methods, as "items"."""
 
     def __init__(self) -> None:
         super().__init__()
         # what was put here to stay; a functional call puts other tensors in `_parameters` for its time
         self._own: dict[str, nn.Parameter | None] = {}
-        self.changes = 0  # how often that was
+        self._changes = 0  # how often that was
 
     def put(self, name: str, table: nn.Parameter) -> None:
         """Adds or replaces a table."""
         self._parameters[name] = self._own[name] = table
-        self.changes += 1
+        self._changes += 1
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """What an assignment does, as `load_state_dict(assign=True)` makes it."""
         super().register_parameter(name, param)
         self._own[name] = param
-        self.changes += 1
+        self._changes += 1
 
     def is_own(self) -> bool:
         """Whether the tables are those put here, and not others that a functional call has put in their place."""
@@ -97,6 +97,7 @@ class Arena:
         self._tables = tables
         self.buffer = torch.empty(0)
         self._places: list[int] = []  # data pointers of the tables if they lie in the buffer
+        self._steps = [(dim, 1) for _, dim in self.shapes]
         self._seen, self._holds_all = -1, False  # whether there were no other tables, when they changed last
 
     @property
@@ -108,8 +109,8 @@ class Arena:
     def parameters(self) -> list[nn.Parameter]:
         """The tables, in order."""
         held = cast("dict[str, nn.Parameter]", self._tables._parameters)
-        if self._seen != self._tables.changes:
-            self._seen, self._holds_all = self._tables.changes, list(held) == self.names
+        if self._seen != self._tables._changes:
+            self._seen, self._holds_all = self._tables._changes, list(held) == self.names
         # asked for several times in a step, of hundreds of tables
         return list(held.values()) if self._holds_all else list(map(held.__getitem__, self.names))
 
@@ -171,7 +172,9 @@ class Arena:
         if not self._places or self._places[0] != origin:
             step = self.buffer.element_size()
             self._places = [origin + start * step for start in self.starts]
-        return list(map(Tensor.data_ptr, self.parameters)) == self._places
+        tables = self.parameters
+        # strides, too: a transposed view of the same memory holds other rows
+        return list(map(Tensor.data_ptr, tables)) == self._places and list(map(Tensor.stride, tables)) == self._steps
 
     def settled(self) -> Tensor:
         """The buffer, after gathering what does not lie in it."""
@@ -203,10 +206,16 @@ def named_tables(configs: Sequence[TableConfig]) -> list[str]:
     """A name for each table: its own, or `table_<number>`.
 
     Raises:
-        ValueError: two tables of one name.
+        ValueError: two tables of one name, or a name of what the module that holds them keeps.
     """
     names = [config.name or f"table_{number}" for number, config in enumerate(configs)]
+    taken = vars(Tables()).keys()
     for number, name in enumerate(names):
+        if name in taken:
+            raise ValueError(
+                f"`name` of a table must not be one that torch.nn.Module uses itself, got {name!r}: choose another, "
+                f"such as {name + '_table'!r}"
+            )
         if name in names[:number]:
             raise ValueError(
                 f"`name` of a table must be unique, got two tables named {name!r}: rename one, or share a TableConfig "

@@ -176,8 +176,9 @@ def _step_all_rows(
     arena = state.arena
     # summed in the accumulation type: the tables' own may be too coarse for a gradient
     flat = zero_pages((arena.size,), arena.buffer, state.slots.dtype)
-    to_cut = Rows(arena.buffer.to(flat.dtype), state.masked([True] * len(learns))[0]) if arena.is_cut else None
-    select(grad.device, flat.dtype).row_grad(flat, features, csr, scale, grad, to_cut)
+    # whole tables: a feature whose table was frozen in one of several lookups says it has no rows
+    rows = Rows(arena.buffer.to(flat.dtype) if arena.is_cut else flat, state.masked([True] * len(learns))[0])
+    select(grad.device, flat.dtype).row_grad(flat, features, csr, scale, grad, rows)
     for number, (table, start) in enumerate(zip(arena.parameters, arena.starts, strict=True)):
         if not learns[number] or state.modes[number] != "all":
             continue
@@ -189,7 +190,7 @@ def _step_all_rows(
             hyper = state.hyper[number].to(state.slots.dtype)
             rule = state.optimizers[number].kernel_class()
             w, new = apply_rule(rule, table.to(g.dtype), g, tuple(old), hyper, state.steps[number], torch)
-            rows = torch.arange(table.shape[0], device=table.device)
-            w = rounded(w, table.dtype, state.hyper[number], state.steps[number], rows)
+            every = torch.arange(table.shape[0], device=table.device)
+            w = rounded(w, table.dtype, state.hyper[number], state.steps[number], every)
             for target, value in ((table, w), *zip(old, new, strict=True)):
                 target.copy_(value if skip is None else torch.where(skip == 0, value, target.to(value.dtype)))

@@ -252,7 +252,8 @@ def _coefficients(ids: Ids, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 def tables_of(features: Tensor) -> Tensor:
     """Descriptors of the tables that features read, int64 `[T, TABLE_WIDTH]`."""
-    tables = torch.zeros((int(features[:, TABLE].max()) + 1, TABLE_WIDTH), dtype=torch.int64, device=features.device)
+    count = int(features[:, TABLE].max()) + 1 if features.shape[0] else 0
+    tables = torch.zeros((count, TABLE_WIDTH), dtype=torch.int64, device=features.device)
     for target, source in (
         (T_OFFSET, OFFSET), (T_ROWS, ROWS), (T_DIM, DIM), (T_ROW_BASE, ROW_BASE), (T_SOURCE, OFFSET),
         (T_MAX_NORM, MAX_NORM),
