@@ -50,7 +50,7 @@ class Recorder:
         self.launches: dict[str, str] = {}
         self.label = ""
         self._run = run
-        self._replaced: list[tuple[Any, Any]] = []
+        self._replaced: Any = None
 
     def pytest_runtest_setup(self, item: Any) -> None:
         self.label = item.nodeid
@@ -71,14 +71,13 @@ class Recorder:
             if recorder._run:
                 called(self, grid, pointers, numbers, device, stream)
 
-        self._replaced.append((launching.Launcher, called))
+        self._replaced = launching.Launcher, called
         launching.Launcher.__call__ = noted
 
     def remove(self) -> None:
         """Undoes `install`."""
-        for launcher, called in self._replaced:
-            launcher.__call__ = called
-        self._replaced = []
+        launcher, launcher_call = self._replaced
+        launcher.__call__ = launcher_call
 
 
 def describe(kernel: Any, dtypes: Any, classes: list[str], options: dict[str, int], constants: Any) -> list[Any]:

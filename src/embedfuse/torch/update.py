@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..optim import apply_rule
 from ..plan import COLUMN, ROW_BASE, ROWS, TABLE
-from .backends import Csr, Rows, Update, accumulation_dtype, select
+from .backends import Csr, Rows, Update, accumulation_dtype, count, select
 from .backends.rounding import rounded
 from .bags import joined
 from .ledger import Record
@@ -121,17 +121,17 @@ def step(
         skip: scalar; if not 0, nothing changes, not even the step counters.
     """
     features, csr, scale, grad = join(records)
-    _, counted = state.masked(learns)
+    described, ones = state.masked(learns)
+    counted: Tensor | None = ones
     backend = select(grad.device, state.arena.buffer.dtype)
     tables = state.by_mode(tuple(learns))
-    if tables.keys() == {"rows"}:
+    if tables.keys() != {"rows"}:
+        # passes of other kinds read the counters, too
+        count(_update(state, features, described, grad_scale, skip, counted))
+        counted = None
+    if "rows" in tables:
         update = _update(state, features, tables["rows"], grad_scale, skip, counted)
         backend.row_update(update, csr, scale, grad)
-        state.arena.written()
-        return
-    state.steps += counted if skip is None else counted * (skip == 0)
-    if "rows" in tables:
-        backend.row_update(_update(state, features, tables["rows"], grad_scale, skip), csr, scale, grad)
     if "each" in tables:
         update = _update(state, features, tables["each"], grad_scale, skip)
         for ids in _one_by_one(features, csr):

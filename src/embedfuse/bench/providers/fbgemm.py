@@ -124,10 +124,13 @@ class Fbgemm:
                 state = getattr(self.module, name, None)
                 if isinstance(state, Tensor) and state.is_floating_point():
                     state.fill_(initial)
-            for name in ("iter", "iter_cpu"):
-                counter = getattr(self.module, name, None)
-                if isinstance(counter, Tensor):
-                    counter.zero_()
+            for counter in self._counters():
+                counter.zero_()
+
+    def _counters(self) -> list[Tensor]:
+        """What counts the steps of Adam."""
+        found = [getattr(self.module, name, None) for name in ("iter", "iter_cpu")]
+        return [counter for counter in found if isinstance(counter, Tensor)]
 
     def _look_up(self, batch: Batch) -> Tensor:
         self.module.is_experimental = self.second
@@ -151,12 +154,10 @@ class Fbgemm:
 
     def output(self, batch: Batch) -> Tensor:
         # every forward counts as a step of Adam, evaluations too
-        counters = [getattr(self.module, name, None) for name in ("iter", "iter_cpu")]
-        before = [counter.clone() if isinstance(counter, Tensor) else None for counter in counters]
+        before = [counter.clone() for counter in self._counters()]
         out = self._forward(batch)
-        for name, value in zip(("iter", "iter_cpu"), before, strict=True):
-            if value is not None:
-                getattr(self.module, name).copy_(value)
+        for counter, value in zip(self._counters(), before, strict=True):
+            counter.copy_(value)
         if self.work.case.sequence:
             count = len(self.work.case.rows)
             out = out.view(count, -1, self.work.case.dims[0]).transpose(0, 1).reshape(-1, self.work.case.width)

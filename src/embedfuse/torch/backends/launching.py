@@ -12,7 +12,7 @@ constants, types) or in the key of its calls: the device, the class of each numb
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -80,7 +80,7 @@ class Launcher:
         registers: the most that a thread may have.
     """
 
-    functions: set[Any] = set()  # noqa: RUF012
+    functions: ClassVar[set[Any]] = set()
     """Handles of all compiled kernels that were launched."""
 
     def __init__(

@@ -210,7 +210,7 @@ class TritonBackend:
     def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
         """See `Backend`."""
         facts = table_facts(update.tables)
-        if csr.ids.shape[0] == 0 or csr.bags == 0 or facts.rules == {FROZEN}:
+        if facts.rules == {FROZEN}:
             count(update)
             return
         target = Target(STEP_ROWS, update.table, facts.starts, update)
@@ -264,6 +264,8 @@ class TritonBackend:
         winners: Tensor | None = None, dots: Tensor | None = None,
     ) -> None:  # fmt: skip
         if csr.ids.shape[0] == 0 or csr.bags == 0:
+            if target.update is not None:
+                count(target.update)
             return
         # launchers take addresses only, so types must be what they were told
         csr, scale = _contiguous(csr), scale.to(torch.float32).contiguous()
