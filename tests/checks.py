@@ -70,6 +70,9 @@ def check_row_grad(work: Workload, backend: Backend, into: torch.dtype | None = 
     expected, magnitude = (reference.row_grad(*arguments, absolute, table) for absolute in (False, True))
     dtype = str(out.dtype).removeprefix("torch.")
     assert_close(numbers(out), expected, sum_bound(expected, magnitude, dtype, work.longest), "row_grad")
+    filled = torch.full_like(out, torch.nan)
+    backend.row_grad(filled, work.features, work.csr, scale, work.grad, rows, fill=True)
+    assert_same_bits(numbers(filled), numbers(out), "row_grad with fill")
     return out
 
 

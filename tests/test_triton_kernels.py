@@ -49,6 +49,28 @@ def test_pooled_lookup(backend: TritonBackend, weighted: bool) -> None:
     close(scale, judge_scale(case), judge_scale(case))
 
 
+@pytest.mark.parametrize(("turns", "group"), [(1, 1), (2, 4), (4, 8), (2, 2), (8, 8)])
+@pytest.mark.parametrize("bags", [1, 2, 7, 16, 19])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_long_bags_beside_short_ones(turns: int, group: int, bags: int, weighted: bool) -> None:
+    """Groups of up to four ids a bag are looked up side by side, those on either side bag by bag."""
+    case = make([(30, 6), (9, 40)], [(0, "mean"), (1, "sum"), (1, "sqrtn")], bags, 3, weighted)
+    rng = np.random.default_rng(bags)
+    lengths = np.diff(case.offsets)
+    # a few long bags, which make the groups around them long; and the bag at the end of one feature
+    lengths[rng.integers(0, len(lengths), len(lengths) // 8 + 1)] = rng.integers(13, 40)
+    lengths[[bags - 1, -1]] = 21
+    case.offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
+    case.ids = rng.integers(0, 9, case.offsets[-1])
+    if weighted:
+        case.weights = rng.uniform(0.25, 2, len(case.ids)).astype(np.float32)
+    out, scale = lookup_of(False, 4, 32, turns, group).pooled_lookup(
+        case.on_device(), put(case.features), case.csr(), case.width, True, "raise"
+    )
+    close(out, *judge_lookup(case))
+    close(scale, judge_scale(case), judge_scale(case))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("short", [True, False])
 def test_pooled_lookup_of_16_bit_tables(dtype: torch.dtype, short: bool) -> None:
@@ -92,11 +114,12 @@ def test_absent_ids_add_nothing(short: bool, flags: int) -> None:
     close(out[torch.from_numpy(known).to(DEVICE)], expected[known], size[known])
 
 
-@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("backend", [
+    lookup_of(True, 2, 128), lookup_of(False, 2, 128), lookup_of(False, 2, 128, 2, 4), lookup_of(False, 2, 128, 2, 2),
+], ids=["short", "long", "together", "in turn"])  # fmt: skip
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU reports later")
-def test_bad_ids_are_named(short: bool) -> None:
+def test_bad_ids_are_named(backend: TritonBackend) -> None:
     case = make(flags=DROP_NEGATIVE_IDS, longest=3)
-    backend = lookup_of(short, 2, 128)
     case.ids[5] = -1
     arguments = (case.on_device(), put(case.features), case.csr(), case.width, True, "raise")
     backend.pooled_lookup(*arguments)  # type: ignore[arg-type]

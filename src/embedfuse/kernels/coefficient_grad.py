@@ -33,9 +33,10 @@ def coefficient_grad_kernel(
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: one bag of one feature, all columns in blocks of `BLOCK_D`, `ROWS` rows in flight."""
+    """One program: one bag of one feature, `BLOCK_D` columns at a time, `ROWS` rows in flight, ids one round ahead."""
+    # division is cheap in 32 bits, which hold the number of programs
+    feature = tl.program_id(0) // bags
     bag = tl.program_id(0).to(tl.int64)
-    feature = bag // bags
     rows = feature_rows(p_features, feature)
     dim = feature_dim(p_features, feature)
     flags = feature_flags(p_features, feature)
@@ -56,10 +57,12 @@ def coefficient_grad_kernel(
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS], tl.float32)
     position = start
+    next_ids = tl.load(p_ids + start + lane, mask=start + lane < end, other=0)
     while position < end:
         at = position + lane
         inside = at < end
-        ids = tl.load(p_ids + at, mask=inside, other=0).to(tl.int64)
+        ids = next_ids.to(tl.int64)
+        next_ids = tl.load(p_ids + at + ROWS, mask=at + ROWS < end, other=0)
         weights = tl.full([ROWS], 1.0, tl.float32)
         if HAS_WEIGHTS:
             weights = tl.load(p_weights + at, mask=inside, other=0.0)

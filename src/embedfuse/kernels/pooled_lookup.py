@@ -1,7 +1,9 @@
 """Rows times coefficients, summed bag by bag: `out[b, columns] = scale * Σ w row(id)`, `scale = (Σ w**p) ** (-q/2)`.
 
-Each row is read once: N * D elements in, B * D elements of each feature out. Two kernels, since what hides the latency
-of memory differs: for long bags, many rows of one bag in flight; for short bags, one row each of many bags.
+Each row is read once: N * D elements in, B * D elements of each feature out. What hides the latency of memory differs:
+for long bags, many rows of one bag in flight; for short bags, one row each of many bags. Where bags are of middling
+length on average, features of one id may stand beside features of a hundred, which the host does not know, so
+`pooled_long_kernel` can look for itself at how long the bags around its own are.
 """
 
 from .._triton import tl, triton
@@ -27,57 +29,50 @@ SIZES = ["bags", "width"]
 UNALIGNED = ["p_features", "p_ids", "p_offsets", "p_weights", "p_scale", "p_bad"]
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
-def pooled_long_kernel(
-    p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
-    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
-    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit
+def weighted_rows(
+    p_table, p_weights, at, ids, inside, rows, flags, stride, o_table, longest_row, column, m_column,
+    HAS_WEIGHTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one bag of one feature, `BLOCK_D` columns, `ROWS` rows in flight; ids are read one round ahead."""
-    # division is cheap in 32 bits, which hold the number of programs
-    feature = tl.program_id(0) // bags
-    bag = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    rows = feature_rows(p_features, feature)
-    dim = feature_dim(p_features, feature)
-    flags = feature_flags(p_features, feature)
-    stride = feature_stride(p_features, feature)
-    o_table = feature_offset(p_features, feature)
+    """The rows of `LANES` ids, times their weights; the weights; which ids count."""
+    weights = tl.full([LANES], 1.0, tl.float32)
+    if HAS_WEIGHTS:
+        weights = tl.load(p_weights + at, mask=inside, other=0.0)
+    counts = id_counts(ids, weights, rows, flags, inside)
+    o_row = tl.multiple_of((o_table + ids * stride)[:, None], [ALIGN, ALIGN])
+    row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0)
+    row = row.to(tl.float32)
     if CLIPPED:
-        # one block of columns holds whole rows
-        longest_row = feature_max_norm(p_features, feature)
+        row = row * cut_factor(tl.sum(row * row, axis=1), longest_row)[:, None]
+    if HAS_WEIGHTS:
+        row = row * tl.where(counts, weights, 0.0)[:, None]
+    return row, weights, counts
+
+
+@triton.jit
+def sum_one_bag(
+    p_table, p_ids, p_weights, p_bad, start, end, next_ids, feature, rows, flags, stride, o_table, moment, longest_row,
+    column, m_column,
+    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The sum over one bag and its moment, `ROWS` rows in flight; ids are read one round ahead, the first before."""
     lane = tl.arange(0, ROWS)
-    column = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_column = column // ALIGN * ALIGN < dim
-    position = tl.load(p_offsets + bag)
-    end = tl.load(p_offsets + bag + 1)
-    # a narrow table leaves the column blocks of the wide ones empty
-    end = tl.where(block * BLOCK_D < dim, end, position)
-    moment = feature_moment(p_features, feature)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     wrong = tl.zeros([ROWS], tl.int32)
-    start = position
-    next_ids = tl.load(p_ids + position + lane, mask=position + lane < end, other=0)
+    position = start
     while position < end:
         at = position + lane
         inside = at < end
         ids = next_ids.to(tl.int64)
         next_ids = tl.load(p_ids + at + ROWS, mask=at + ROWS < end, other=0)
-        weights = tl.full([ROWS], 1.0, tl.float32)
-        if HAS_WEIGHTS:
-            weights = tl.load(p_weights + at, mask=inside, other=0.0)
-        counts = id_counts(ids, weights, rows, flags, inside)
+        row, weights, counts = weighted_rows(
+            p_table, p_weights, at, ids, inside, rows, flags, stride, o_table, longest_row, column, m_column,
+            HAS_WEIGHTS, CLIPPED, ALIGN, ROWS,
+        )  # fmt: skip
         if CHECK:
             wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
-        o_row = tl.multiple_of((o_table + ids * stride)[:, None], [ALIGN, ALIGN])
-        row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
-            tl.float32
-        )
-        if CLIPPED:
-            row = row * cut_factor(tl.sum(row * row, axis=1), longest_row)[:, None]
-        if HAS_WEIGHTS:
-            row = row * tl.where(counts, weights, 0.0)[:, None]
         acc += tl.sum(row, axis=0)[None, :]
         if NORMALISED:
             total += tl.where(counts, moment_of(weights, moment), 0.0)
@@ -85,15 +80,131 @@ def pooled_long_kernel(
     if CHECK:
         if tl.max(wrong, axis=0) > 0:
             report_bad_ids(p_bad, p_ids, start + lane, end, rows, flags, feature, ROWS)
-    result = tl.sum(acc, axis=0)
+    return tl.sum(acc, axis=0), tl.sum(total, axis=0)
+
+
+@triton.jit
+def look_up_bags(
+    p_table, p_features, p_ids, p_weights, p_out, p_scale, p_bad, first_bag, lane, m_bag, start, end, bags, width,
+    feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
+    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
+    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, BAGS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`BAGS` bags side by side: of a feature whose first is `first_bag`, those numbered `lane`, where `m_bag`."""
+    longest = tl.max(end - start, axis=0)
+    longest = tl.where(block * BLOCK_D < dim, longest, 0)
+    total = tl.zeros([BAGS], tl.float32)
+    acc = tl.zeros([BAGS, BLOCK_D], tl.float32)
+    wrong = tl.zeros([BAGS], tl.int32)
+    j = 0
+    while j < longest:
+        at = start + j
+        inside = at < end
+        ids = tl.load(p_ids + at, mask=inside, other=0).to(tl.int64)
+        row, weights, counts = weighted_rows(
+            p_table, p_weights, at, ids, inside, rows, flags, stride, o_table, longest_row, column, m_column,
+            HAS_WEIGHTS, CLIPPED, ALIGN, BAGS,
+        )  # fmt: skip
+        if CHECK:
+            wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
+        acc += row
+        if NORMALISED:
+            total += tl.where(counts, moment_of(weights, moment), 0.0)
+        j += 1
+    if CHECK:
+        if tl.max(wrong, axis=0) > 0:
+            report_bad_ids(p_bad, p_ids, start, end, rows, flags, feature, 1)
     if NORMALISED:
-        scale = scale_of(tl.sum(total, axis=0), feature_power(p_features, feature))
-        result = result * scale
-        tl.store(p_scale + bag, scale, mask=block == 0)
-    row_of = bag - feature * bags
-    o_out = tl.multiple_of(row_of * width + feature_column(p_features, feature), OUT_ALIGN)
+        scale = scale_of(total, feature_power(p_features, feature))
+        acc = acc * scale[:, None]
+        # only the first column block writes
+        tl.store(p_scale + first_bag + lane, scale, mask=lane < tl.where(block == 0, bags, 0))
+    o_out = lane.to(tl.int64) * width + feature_column(p_features, feature)
+    o_out = tl.multiple_of(o_out[:, None], [OUT_ALIGN, OUT_ALIGN])
     # frequent rows stay in the cache, results need not
-    tl.store(p_out + o_out + column, result.to(p_out.dtype.element_ty), mask=m_column, eviction_policy="evict_first")
+    tl.store(
+        p_out + o_out + column[None, :], acc.to(p_out.dtype.element_ty),
+        mask=m_bag[:, None] & m_column[None, :], eviction_policy="evict_first",
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
+def pooled_long_kernel(
+    p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
+    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
+    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr,
+    SHORT: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: `TURNS` bags of one feature, one after the other, `BLOCK_D` columns.
+
+    With more than one turn, `GROUP` bags of at most `SHORT` ids on average are looked up by the first of their
+    programs, side by side, and the others have nothing to do.
+    """
+    # division is cheap in 32 bits, which hold the number of programs
+    turns = (bags + TURNS - 1) // TURNS
+    feature = tl.program_id(0) // turns
+    number = (tl.program_id(0) - feature * turns) * TURNS
+    first_bag = feature.to(tl.int64) * bags
+    block = tl.program_id(1)
+    rows = feature_rows(p_features, feature)
+    dim = feature_dim(p_features, feature)
+    flags = feature_flags(p_features, feature)
+    stride = feature_stride(p_features, feature)
+    o_table = feature_offset(p_features, feature)
+    moment = feature_moment(p_features, feature)
+    longest_row = 0.0
+    if CLIPPED:
+        # one block of columns holds whole rows
+        longest_row = feature_max_norm(p_features, feature)
+    lane = tl.arange(0, ROWS)
+    column = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_column = column // ALIGN * ALIGN < dim
+    start = tl.load(p_offsets + first_bag + number)
+    end = tl.load(p_offsets + first_bag + number + 1)
+    alone = True
+    if TURNS > 1:
+        # all that either way needs is asked for at once
+        group = number // GROUP * GROUP
+        members = group + tl.arange(0, GROUP)
+        exists = members < bags
+        starts = tl.load(p_offsets + first_bag + members, mask=exists, other=0)
+        ends = tl.load(p_offsets + first_bag + members + 1, mask=exists, other=0)
+        ids_of_group = tl.load(p_offsets + first_bag + tl.minimum(group + GROUP, bags))
+        ids_of_group -= tl.load(p_offsets + first_bag + group)
+        alone = ids_of_group > SHORT * GROUP
+        if (alone == 0) & (group == number):
+            look_up_bags(
+                p_table, p_features, p_ids, p_weights, p_out, p_scale, p_bad, first_bag, members, exists, starts, ends,
+                bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
+                HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, GROUP, BLOCK_D,
+            )  # fmt: skip
+    if alone:
+        # a narrow table leaves the column blocks of the wide ones empty
+        end = tl.where(block * BLOCK_D < dim, end, start)
+        ids = tl.load(p_ids + start + lane, mask=start + lane < end, other=0)
+        for turn in tl.static_range(TURNS):
+            if turn + 1 < TURNS:
+                # the first ids of the next bag, before this one's rows are waited for
+                next_end = tl.load(p_offsets + first_bag + tl.minimum(number + turn + 2, bags))
+                next_end = tl.where(block * BLOCK_D < dim, next_end, end)
+                next_ids = tl.load(p_ids + end + lane, mask=end + lane < next_end, other=0)
+            result, total = sum_one_bag(
+                p_table, p_ids, p_weights, p_bad, start, end, ids, feature, rows, flags, stride, o_table, moment,
+                longest_row, column, m_column, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, ROWS, BLOCK_D,
+            )  # fmt: skip
+            bag = number + turn
+            if NORMALISED:
+                scale = scale_of(total, feature_power(p_features, feature))
+                result = result * scale
+                tl.store(p_scale + first_bag + bag, scale, mask=(block == 0) & (bag < bags))
+            o_out = tl.multiple_of(bag.to(tl.int64) * width + feature_column(p_features, feature), OUT_ALIGN)
+            # the last program of a feature may have turns left over
+            m_out = column // ALIGN * ALIGN < tl.where(bag < bags, dim, 0) if TURNS > 1 else m_column
+            tl.store(
+                p_out + o_out + column, result.to(p_out.dtype.element_ty), mask=m_out, eviction_policy="evict_first"
+            )
+            if turn + 1 < TURNS:
+                start, end, ids = end, next_end, next_ids
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
@@ -112,56 +223,20 @@ def pooled_short_kernel(
     flags = feature_flags(p_features, feature)
     stride = feature_stride(p_features, feature)
     o_table = feature_offset(p_features, feature)
+    moment = feature_moment(p_features, feature)
+    longest_row = 0.0
     if CLIPPED:
         # one block of columns holds whole rows
         longest_row = feature_max_norm(p_features, feature)
     lane = (program - feature * groups) * BAGS + tl.arange(0, BAGS)
     m_bag = lane < bags
-    bag = feature.to(tl.int64) * bags + lane
+    first_bag = feature.to(tl.int64) * bags
     column = block * BLOCK_D + tl.arange(0, BLOCK_D)
     m_column = column // ALIGN * ALIGN < dim
-    start = tl.load(p_offsets + bag, mask=m_bag, other=0)
-    end = tl.load(p_offsets + bag + 1, mask=m_bag, other=0)
-    longest = tl.max(end - start, axis=0)
-    longest = tl.where(block * BLOCK_D < dim, longest, 0)
-    moment = feature_moment(p_features, feature)
-    total = tl.zeros([BAGS], tl.float32)
-    acc = tl.zeros([BAGS, BLOCK_D], tl.float32)
-    wrong = tl.zeros([BAGS], tl.int32)
-    j = 0
-    while j < longest:
-        at = start + j
-        inside = at < end
-        ids = tl.load(p_ids + at, mask=inside, other=0).to(tl.int64)
-        weights = tl.full([BAGS], 1.0, tl.float32)
-        if HAS_WEIGHTS:
-            weights = tl.load(p_weights + at, mask=inside, other=0.0)
-        counts = id_counts(ids, weights, rows, flags, inside)
-        if CHECK:
-            wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
-        o_row = tl.multiple_of((o_table + ids * stride)[:, None], [ALIGN, ALIGN])
-        row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
-            tl.float32
-        )
-        if CLIPPED:
-            row = row * cut_factor(tl.sum(row * row, axis=1), longest_row)[:, None]
-        if HAS_WEIGHTS:
-            row = row * tl.where(counts, weights, 0.0)[:, None]
-        acc += row
-        if NORMALISED:
-            total += tl.where(counts, moment_of(weights, moment), 0.0)
-        j += 1
-    if CHECK:
-        if tl.max(wrong, axis=0) > 0:
-            report_bad_ids(p_bad, p_ids, start, end, rows, flags, feature, 1)
-    if NORMALISED:
-        scale = scale_of(total, feature_power(p_features, feature))
-        acc = acc * scale[:, None]
-        # only the first column block writes
-        tl.store(p_scale + bag, scale, mask=lane < tl.where(block == 0, bags, 0))
-    o_out = lane.to(tl.int64) * width + feature_column(p_features, feature)
-    o_out = tl.multiple_of(o_out[:, None], [OUT_ALIGN, OUT_ALIGN])
-    tl.store(
-        p_out + o_out + column[None, :], acc.to(p_out.dtype.element_ty),
-        mask=m_bag[:, None] & m_column[None, :], eviction_policy="evict_first",
+    start = tl.load(p_offsets + first_bag + lane, mask=m_bag, other=0)
+    end = tl.load(p_offsets + first_bag + lane + 1, mask=m_bag, other=0)
+    look_up_bags(
+        p_table, p_features, p_ids, p_weights, p_out, p_scale, p_bad, first_bag, lane, m_bag, start, end, bags, width,
+        feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
+        HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, BAGS, BLOCK_D,
     )  # fmt: skip

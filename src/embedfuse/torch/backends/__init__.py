@@ -144,9 +144,11 @@ class Backend(Protocol):
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None,
+        dots: Tensor | None = None, fill: bool = False,
     ) -> None:  # fmt: skip
         """The same sums, put in `out` at OFFSET + id * DIM; `out` is flat, of the table's dtype, zero on entry.
+
+        With `fill` it may hold anything on entry, and what no id names is set to 0.
 
         `rows` must be given if any table has a MAX_NORM. Its descriptors then say which key (ROW_BASE + id) belongs to
         which table and where that row goes; there may be more tables than the features name (shards of one).

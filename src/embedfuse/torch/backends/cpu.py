@@ -118,8 +118,10 @@ class CpuBackend:
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None,
+        dots: Tensor | None = None, fill: bool = False,
     ) -> None:  # fmt: skip
+        if fill:
+            out.zero_()
         csr, threads = _packed(csr), torch.get_num_threads()
         cpu.row_grad(out, features, csr, scale.contiguous(), grad, rows, dots, threads=threads)
 

@@ -94,10 +94,12 @@ class EagerBackend:
     @torch.no_grad()
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None,
+        dots: Tensor | None = None, fill: bool = False,
     ) -> None:  # fmt: skip
         if dots is not None and rows is None:
             raise ValueError("`rows` must be given with `dots`, which are made with them")
+        if fill:
+            out.zero_()
         source, tables = rows or (None, tables_of(features))
         for _, table, row, g in row_sums(features, tables, source, csr, scale, grad, out.dtype, dots=dots):
             view_of_table(out, table, T_OFFSET, "element").index_copy_(0, row, g.to(out.dtype))

@@ -37,6 +37,7 @@ class Target(NamedTuple):
     update: Update | None = None
     source: Tensor | None = None  # where the rows can be read, if some are cut to a length or have dots made
     sources: int = 1  # alignment of the rows in `source`
+    fill: bool = False  # whether `out` may hold anything on entry
 
 
 class Sums(NamedTuple):

@@ -22,6 +22,7 @@ from ...kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
 from ...kernels.prepare_ids import prepare_ids_kernel
 from ...plan import FROZEN
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_errors
+from .absent_rows import fill_absent, zeros_come_later
 from .compact import compact_row_grad
 from .descriptor_facts import alignment, feature_facts, known_columns, table_facts
 from .launching import launch, on_device
@@ -88,7 +89,10 @@ class TritonBackend:
         config = self._lookup_config(facts.widest, csr.ids.shape[0] / (count * csr.bags))
         if facts.clipped:
             config = configs.whole_rows(config, facts.widest)
-        programs = count * ceil_div(csr.bags, config.lanes) if config.short else count * csr.bags
+        programs = count * ceil_div(csr.bags, config.lanes if config.short else config.turns)
+        lanes = {"BAGS": config.lanes}
+        if not config.short:
+            lanes = {"ROWS": config.lanes, "TURNS": config.turns, "GROUP": config.group, "SHORT": configs.SHORT_BAG}
         with on_device(table.device), _checking(table.device, policy) as bad:
             launch(
                 pooled_short_kernel if config.short else pooled_long_kernel,
@@ -98,7 +102,7 @@ class TritonBackend:
                     "HAS_WEIGHTS": csr.weights is not None, "NORMALISED": normalised, "CHECK": bad is not None,
                     "CLIPPED": facts.clipped, "ALIGN": rows_align(facts.starts, table),
                     "OUT_ALIGN": rows_align(alignment(facts.columns, width), out), "BLOCK_D": config.block_d,
-                    "BAGS" if config.short else "ROWS": config.lanes,
+                    **lanes,
                 }, registers=config.registers,
             )  # fmt: skip
         return out, scale
@@ -143,7 +147,7 @@ class TritonBackend:
             return out
         csr = _contiguous(csr)
         facts = feature_facts(features)
-        config = configs.coefficient_config(facts.widest, csr.ids.shape[0] / (count * csr.bags))
+        config = configs.coefficient_config(facts.widest, csr.ids.shape[0] / (count * csr.bags), table.element_size())
         normalised = scale.shape[0] != 0
         with on_device(table.device):
             launch(
@@ -153,7 +157,7 @@ class TritonBackend:
                     "HAS_WEIGHTS": csr.weights is not None, "NORMALISED": normalised, "CLIPPED": facts.clipped,
                     "ALIGN": rows_align(facts.starts, table), "GRAD_ALIGN": grad_align(facts.columns, grad),
                     "DIM_ALIGN": facts.dims, "ROWS": config.lanes, "BLOCK_D": config.block_d,
-                },
+                }, registers=config.registers,
             )  # fmt: skip
         return out
 
@@ -218,14 +222,16 @@ class TritonBackend:
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
-        dots: Tensor | None = None,
+        dots: Tensor | None = None, fill: bool = False,
     ) -> None:  # fmt: skip
         """See `Backend`."""
         if features.shape[0] == 0:
+            if fill:
+                out.zero_()
             return
         if rows is not None:
             facts = table_facts(rows.tables)
-            target = Target(STORE_SUMS, out, facts.starts, source=rows.table, sources=facts.sources)
+            target = Target(STORE_SUMS, out, facts.starts, source=rows.table, sources=facts.sources, fill=fill)
             self._sum_by_row(target, features, rows.tables, csr, scale, grad, dots=dots)
             return
         read = feature_facts(features)
@@ -233,7 +239,7 @@ class TritonBackend:
             raise ValueError("`rows` must be given where a feature has a MAX_NORM: the gradient depends on them")
         if dots is not None:
             raise ValueError("`rows` must be given with `dots`, which are made with them")
-        self._sum_by_row(Target(STORE_SUMS, out, read.starts), features, read.tables, csr, scale, grad)
+        self._sum_by_row(Target(STORE_SUMS, out, read.starts, fill=fill), features, read.tables, csr, scale, grad)
 
     def max_grad(self, out: Tensor, features: Tensor, csr: Csr, winners: Tensor, grad: Tensor) -> None:
         """`w * grad` of each element that won, summed into `out` at its element of the table; see `row_grad`."""
@@ -266,10 +272,13 @@ class TritonBackend:
         if csr.ids.shape[0] == 0 or csr.bags == 0:
             if target.update is not None:
                 count(target.update)
+            if target.fill:
+                target.out.zero_()
             return
         # launchers take addresses only, so types must be what they were told
         csr, scale = _contiguous(csr), scale.to(torch.float32).contiguous()
         facts = table_facts(tables)
+        fill = target.fill and zeros_come_later(target.out, facts, csr.ids.shape[0])
         config = self._update_config(facts.widest)
         if dots is not None:
             config = configs.dots_config(config)
@@ -285,6 +294,8 @@ class TritonBackend:
                 found = facts.passes[order, sums, id(config)] = sorter, Summer(sums, sorter, facts, config)
             sorter, summer = found
             runs = sorter(features, tables, csr, scale, grad, target.update)
+            if fill:
+                fill_absent(runs, target.out, facts)
             summer(runs, target, tables, grad, winners, dots)
 
 

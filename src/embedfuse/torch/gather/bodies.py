@@ -57,12 +57,12 @@ def scatter_sum(
     """`[rows, D]` of `dtype`; `grad` `[B, D]` of any float dtype and any strides."""
     bags, dim = grad.shape
     refuse_bad_ids(ids, rows, policy)
-    out = zero_pages((rows, dim), grad, dtype)
+    out, fill = room_for_rows((rows, dim), grad, dtype, ids.shape[0] * bags)
     if bags and dim and rows and ids.shape[0]:
         features = one_table.descriptor(out, "sum", 0, False)
         unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))
         csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
-        select(grad.device, dtype).row_grad(out.view(-1), features, csr, unscaled, grad.detach())
+        select(grad.device, dtype).row_grad(out.view(-1), features, csr, unscaled, grad.detach(), fill=fill)
     return out
 
 
@@ -73,14 +73,23 @@ def scatter_and_dot(
     bags, (rows, dim) = offsets.shape[0] - 1, table.shape
     refuse_bad_ids(ids, rows, policy)
     kind = accumulation_dtype(table.dtype)
-    out, dots = zero_pages((rows, dim), table), table.new_zeros(ids.shape, dtype=kind)
+    out, fill = room_for_rows((rows, dim), table, table.dtype, ids.shape[0] * bags)
+    dots = table.new_zeros(ids.shape, dtype=kind)
     if bags and dim and rows and ids.shape[0]:
         features, tables = (one_table.descriptor(out, "sum", 0, False, table=table) for table in (False, True))
         csr = Csr(ids, offsets, None if weights is None else weights.detach(), bags)
         read = Rows(_flat(table), tables)
         engine = select(table.device, table.dtype)
-        engine.row_grad(out.view(-1), features, csr, table.new_empty(0, dtype=kind), grad.detach(), read, dots)
+        unscaled = table.new_empty(0, dtype=kind)
+        engine.row_grad(out.view(-1), features, csr, unscaled, grad.detach(), read, dots, fill=fill)
     return out, dots
+
+
+def room_for_rows(shape: tuple[int, int], like: Tensor, dtype: torch.dtype, references: int) -> tuple[Tensor, bool]:
+    """Where `row_grad` puts sums, and its `fill`: on a GPU zeros are written to rows that no id names only."""
+    if references and like.is_cuda:
+        return like.new_empty(shape, dtype=dtype), True
+    return zero_pages(shape, like, dtype), False
 
 
 def refuse_bad_ids(ids: Tensor, rows: int, policy: Policy) -> None:

@@ -1,0 +1,40 @@
+"""Zeros in a gradient where no id of the batch names a row: over all of it before, or in those rows only, afterwards.
+
+In one pass less over a gradient of which most is written anyway: that of a memory layer's table.
+"""
+
+from torch import Tensor
+
+from ...kernels.absent_rows import absent_rows_kernel
+from ...kernels.configs import power_of_two
+from .descriptor_facts import TableFacts
+from .launching import launch
+from .sorted_runs import SortedRuns, ceil_div
+
+WIDE_WORD = 16
+"""Bytes of the widest store."""
+NAMED = 0.5
+"""Ids for each row from which on looking for the others pays; uniform ones then name four rows in ten."""
+WIDE = 512
+"""Bytes of a row from which on."""
+ROWS = 32
+"""Rows to a program."""
+
+
+def zeros_come_later(out: Tensor, facts: TableFacts, number: int) -> bool:
+    """Whether `fill_absent` is to be called for a batch of `number` ids; else writes zeros to all of `out`."""
+    whole = facts.owners.shape[0] == 1 and facts.rows * facts.widest == out.shape[0]
+    if whole and number > NAMED * facts.rows and facts.widest * out.element_size() >= WIDE:
+        return True
+    out.zero_()
+    return False
+
+
+def fill_absent(runs: SortedRuns, out: Tensor, facts: TableFacts) -> None:
+    """Writes zeros to the rows of the one table `out` that no id names."""
+    dim = facts.widest
+    align = min(dim & -dim, WIDE_WORD // out.element_size())
+    launch(
+        absent_rows_kernel, (ceil_div(facts.rows, ROWS),), (runs.memory[0], out), (runs.number, facts.rows, dim), 1,
+        {"ALIGN": align, "ROWS": ROWS, "BLOCK_D": min(power_of_two(dim), 2048 // ROWS)},
+    )  # fmt: skip
