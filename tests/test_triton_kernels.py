@@ -49,10 +49,12 @@ def test_pooled_lookup(backend: TritonBackend, weighted: bool) -> None:
     close(scale, judge_scale(case), judge_scale(case))
 
 
-@pytest.mark.parametrize(("turns", "group"), [(1, 1), (2, 4), (4, 8), (2, 2), (8, 8)])
+@pytest.mark.parametrize(("turns", "group", "narrow"), [
+    (1, 1, 1), (1, 1, 4), (2, 4, 1), (2, 4, 4), (4, 8, 2), (2, 2, 4), (8, 8, 1),
+])  # fmt: skip
 @pytest.mark.parametrize("bags", [1, 2, 7, 16, 19])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_long_bags_beside_short_ones(turns: int, group: int, bags: int, weighted: bool) -> None:
+def test_long_bags_beside_short_ones(turns: int, group: int, narrow: int, bags: int, weighted: bool) -> None:
     """Groups of up to four ids a bag are looked up side by side, those on either side bag by bag."""
     case = make([(30, 6), (9, 40)], [(0, "mean"), (1, "sum"), (1, "sqrtn")], bags, 3, weighted)
     rng = np.random.default_rng(bags)
@@ -64,7 +66,7 @@ def test_long_bags_beside_short_ones(turns: int, group: int, bags: int, weighted
     case.ids = rng.integers(0, 9, case.offsets[-1])
     if weighted:
         case.weights = rng.uniform(0.25, 2, len(case.ids)).astype(np.float32)
-    out, scale = lookup_of(False, 4, 32, turns, group).pooled_lookup(
+    out, scale = lookup_of(False, 4, 32, turns, group, narrow).pooled_lookup(
         case.on_device(), put(case.features), case.csr(), case.width, True, "raise"
     )
     close(out, *judge_lookup(case))

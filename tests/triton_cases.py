@@ -57,8 +57,8 @@ def small_update(widest: int) -> UpdateConfig:
     )  # fmt: skip
 
 
-def lookup_of(short: bool, lanes: int, block_d: int, turns: int = 1, group: int = 1) -> TritonBackend:
-    config = LookupConfig(short=short, lanes=lanes, block_d=block_d, warps=1, turns=turns, group=group)
+def lookup_of(short: bool, lanes: int, block_d: int, turns: int = 1, group: int = 1, narrow: int = 1) -> TritonBackend:
+    config = LookupConfig(short=short, lanes=lanes, block_d=block_d, warps=1, turns=turns, group=group, narrow=narrow)
     return TritonBackend(lookup=lambda widest, length: config, update=small_update)
 
 

@@ -10,6 +10,8 @@ SHORT_BAG = 4
 """Bags of at most this many ids on average are looked up many to a program."""
 GROUP = 8
 """Neighbours that `pooled_long_kernel` looks up together if they are short."""
+NARROW = 4
+"""Tables narrower than the widest one by this factor have tiles of their own shape."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class LookupConfig:
     """`lanes` bags (short) or rows of one bag (long) to a tile, `block_d` columns.
 
     `turns` bags to a program of long ones; if more than one, `group` bags that turn out short are looked up together.
+    Where there are tables of at most a `narrow`th of the columns, theirs are tiles of so many times more rows.
     """
 
     short: bool
@@ -26,6 +29,7 @@ class LookupConfig:
     registers: int | None = None
     turns: int = 1
     group: int = 1
+    narrow: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def _lookup_config(widest: int, short: bool) -> LookupConfig:
     # as many rows as leave room for the 32 programs that a multiprocessor can hold; a few more would cost an eighth of
     # them. The less there is to a bag, the more of them a program has
     turns = 2 if block_d > 32 else 4
-    return LookupConfig(False, min(1024 // block_d, 32), block_d, 1, 64, turns, GROUP)
+    return LookupConfig(False, min(1024 // block_d, 32), block_d, 1, 64, turns, GROUP, NARROW if block_d >= 64 else 1)
 
 
 @cache

@@ -128,50 +128,20 @@ def look_up_bags(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
-def pooled_long_kernel(
-    p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
+@triton.jit
+def look_up_in_turns(
+    p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, number, start, end, group,
+    members, exists, starts, ends, alone, bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row,
+    block,
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr,
-    SHORT: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: `TURNS` bags of one feature, one after the other, `BLOCK_D` columns.
-
-    With more than one turn, `GROUP` bags of at most `SHORT` ids on average are looked up by the first of their
-    programs, side by side, and the others have nothing to do.
-    """
-    # division is cheap in 32 bits, which hold the number of programs
-    turns = (bags + TURNS - 1) // TURNS
-    feature = tl.program_id(0) // turns
-    number = (tl.program_id(0) - feature * turns) * TURNS
-    first_bag = feature.to(tl.int64) * bags
-    block = tl.program_id(1)
-    rows = feature_rows(p_features, feature)
-    dim = feature_dim(p_features, feature)
-    flags = feature_flags(p_features, feature)
-    stride = feature_stride(p_features, feature)
-    o_table = feature_offset(p_features, feature)
-    moment = feature_moment(p_features, feature)
-    longest_row = 0.0
-    if CLIPPED:
-        # one block of columns holds whole rows
-        longest_row = feature_max_norm(p_features, feature)
+    """The bags of one program, see `pooled_long_kernel`; `number` is the first, `members` are those of its group."""
     lane = tl.arange(0, ROWS)
     column = block * BLOCK_D + tl.arange(0, BLOCK_D)
     m_column = column // ALIGN * ALIGN < dim
-    start = tl.load(p_offsets + first_bag + number)
-    end = tl.load(p_offsets + first_bag + number + 1)
-    alone = True
     if TURNS > 1:
-        # all that either way needs is asked for at once
-        group = number // GROUP * GROUP
-        members = group + tl.arange(0, GROUP)
-        exists = members < bags
-        starts = tl.load(p_offsets + first_bag + members, mask=exists, other=0)
-        ends = tl.load(p_offsets + first_bag + members + 1, mask=exists, other=0)
-        ids_of_group = tl.load(p_offsets + first_bag + tl.minimum(group + GROUP, bags))
-        ids_of_group -= tl.load(p_offsets + first_bag + group)
-        alone = ids_of_group > SHORT * GROUP
         if (alone == 0) & (group == number):
             look_up_bags(
                 p_table, p_features, p_ids, p_weights, p_out, p_scale, p_bad, first_bag, members, exists, starts, ends,
@@ -205,6 +175,69 @@ def pooled_long_kernel(
             )
             if turn + 1 < TURNS:
                 start, end, ids = end, next_end, next_ids
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
+def pooled_long_kernel(
+    p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
+    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
+    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr,
+    SHORT: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: `TURNS` bags of one feature, one after the other, `BLOCK_D` columns.
+
+    With more than one turn, `GROUP` bags of at most `SHORT` ids on average are looked up by the first of their
+    programs, side by side, and the others have nothing to do. With NARROW more than 1, tables of at most that part of
+    `BLOCK_D` columns have tiles of so many times more rows.
+    """
+    # division is cheap in 32 bits, which hold the number of programs
+    turns = (bags + TURNS - 1) // TURNS
+    feature = tl.program_id(0) // turns
+    number = (tl.program_id(0) - feature * turns) * TURNS
+    first_bag = feature.to(tl.int64) * bags
+    block = tl.program_id(1)
+    rows = feature_rows(p_features, feature)
+    dim = feature_dim(p_features, feature)
+    flags = feature_flags(p_features, feature)
+    stride = feature_stride(p_features, feature)
+    o_table = feature_offset(p_features, feature)
+    moment = feature_moment(p_features, feature)
+    longest_row = 0.0
+    if CLIPPED:
+        # one block of columns holds whole rows
+        longest_row = feature_max_norm(p_features, feature)
+    # all that either way needs is asked for at once
+    start = tl.load(p_offsets + first_bag + number)
+    end = tl.load(p_offsets + first_bag + number + 1)
+    group = number // GROUP * GROUP
+    members = group + tl.arange(0, GROUP)
+    exists = members < bags
+    starts = start
+    ends = end
+    alone = True
+    if TURNS > 1:
+        starts = tl.load(p_offsets + first_bag + members, mask=exists, other=0)
+        ends = tl.load(p_offsets + first_bag + members + 1, mask=exists, other=0)
+        ids_of_group = tl.load(p_offsets + first_bag + tl.minimum(group + GROUP, bags))
+        ids_of_group -= tl.load(p_offsets + first_bag + group)
+        alone = ids_of_group > SHORT * GROUP
+    wide = True
+    if NARROW > 1:
+        wide = dim > BLOCK_D // NARROW
+        if (wide == 0) & (block == 0):
+            look_up_in_turns(
+                p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, number, start, end,
+                group, members, exists, starts, ends, alone, bags, width, feature, rows, dim, flags, stride, o_table,
+                moment, longest_row, block, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, ROWS * NARROW,
+                TURNS, GROUP, BLOCK_D // NARROW,
+            )  # fmt: skip
+    if wide:
+        look_up_in_turns(
+            p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, number, start, end,
+            group, members, exists, starts, ends, alone, bags, width, feature, rows, dim, flags, stride, o_table,
+            moment, longest_row, block, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, ROWS, TURNS, GROUP,
+            BLOCK_D,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)

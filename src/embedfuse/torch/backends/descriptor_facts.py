@@ -44,6 +44,7 @@ class FeatureFacts:
     """Of a `features` tensor. Alignments are powers of two, in elements."""
 
     widest: int
+    narrowest: int
     rows: int  # V
     dims: int
     starts: int  # of OFFSET, STRIDE and DIM together: every row starts at a multiple
@@ -57,6 +58,7 @@ class TableFacts:
     """Of a `tables` tensor."""
 
     widest: int
+    narrowest: int
     rows: int
     dims: int
     starts: int
@@ -125,6 +127,7 @@ def _read_features(features: Tensor) -> FeatureFacts:
         tables[host[:, TABLE], target] = host[:, source]
     return FeatureFacts(
         widest=int(host[:, DIM].max()),
+        narrowest=int(host[:, DIM].min()),
         rows=int((host[:, ROW_BASE] + host[:, ROWS]).max()),
         dims=alignment(host[:, DIM]),
         starts=alignment(host[:, OFFSET], host[:, STRIDE], host[:, DIM]),
@@ -139,6 +142,7 @@ def _read_tables(tables: Tensor) -> TableFacts:
     owners = sorted((base, number) for number, base in enumerate(host[:, T_ROW_BASE].tolist()) if host[number, T_ROWS])
     return TableFacts(
         widest=int(host[:, T_DIM].max()),
+        narrowest=int(host[:, T_DIM].min()),
         rows=int((host[:, T_ROW_BASE] + host[:, T_ROWS]).max()),
         dims=alignment(host[:, T_DIM]),
         starts=alignment(host[:, T_OFFSET], host[:, T_DIM]),
