@@ -246,8 +246,9 @@ def test_a_gpu_reports_bad_ids_at_a_later_call() -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_nothing_is_compiled_anew_when_the_batch_changes() -> None:
     from embedfuse.kernels.cut_runs import join_kernel
+    from embedfuse.kernels.long_segments import long_kernel
     from embedfuse.kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
-    from embedfuse.kernels.row_update import long_kernel, segments_kernel
+    from embedfuse.kernels.row_update import segments_kernel
     from embedfuse.kernels.runs import key_kernel, segment_kernel
 
     kernels = (

@@ -19,6 +19,7 @@ except ImportError as error:
         return _unavailable if function is not None else lambda _function: _unavailable
 
     triton: Any = SimpleNamespace(jit=_jit, autotune=None, next_power_of_2=None, cdiv=None)  # type: ignore[no-redef]
-    tl: Any = SimpleNamespace(constexpr=object)  # type: ignore[no-redef]
+    # numbers that kernels share are made with it, too
+    tl: Any = SimpleNamespace(constexpr=int)  # type: ignore[no-redef]
 
 __all__ = ["tl", "triton"]

@@ -53,12 +53,18 @@ class UpdateConfig:
     join_warps: int
     joiners: int
     fold: int
+    narrow: int
     block_d: int
 
 
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not less than `number`."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int) -> int:
+    """By how much narrower tables are that have tiles of their own shape; 1 if there are none."""
+    return config.narrow if narrowest * config.narrow <= config.block_d else 1
 
 
 def lookup_config(widest: int, mean_length: float) -> LookupConfig:
@@ -121,7 +127,7 @@ def update_config(widest: int) -> UpdateConfig:
         warps=warps, long=8, terms=min(max(tile // block_d, 1), 32),
         long_warps=max(min(block_d // (64 if block_d < 512 else 128), 16), 1), long_programs=1024,
         join=min(max(2048 // block_d, 1), 16), join_warps=4 if block_d < 512 else max(warps, 8), joiners=1024,
-        fold=32, block_d=block_d,
+        fold=32, narrow=NARROW if block_d >= 64 else 1, block_d=block_d,
     )  # fmt: skip
 
 

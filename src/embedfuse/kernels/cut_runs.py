@@ -12,7 +12,7 @@ from .row_step import SIZES, UNALIGNED, finish, load_rows
 
 @triton.jit
 def add_partials(
-    p_partials, p_keys, acc, key, number, stride, unit, limit, column,
+    p_partials, p_keys, acc, key, number, stride, dim, unit, limit, column,
     SPAN: tl.constexpr, LAST: tl.constexpr, LINES: tl.constexpr, CHUNK: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     """Adds partial sums from `unit` on, as long as the run of `key` is cut there; returns the sum and where it ended.
@@ -28,7 +28,8 @@ def add_partials(
         mine = exists & (tl.load(p_keys + position, mask=exists, other=-1) == key)
         # read before it is known whose they are, so that memory is waited for once; some were never written
         o_line = tl.multiple_of((at * (stride * LINES))[:, None], [4, 4])
-        mask = exists[:, None] & (column // 4 * 4 < stride)[None, :]
+        # a narrow table's lines are written no further than that
+        mask = exists[:, None] & (column // 4 * 4 < dim)[None, :]
         line = tl.load(p_partials + o_line + column[None, :], mask=mask, other=0.0)
         acc += tl.where(mine[:, None], line, 0.0)
         took = tl.sum(mine.to(tl.int32), axis=0)
@@ -102,22 +103,22 @@ def join_kernel(
             MODE, SLOT0, SLOT1, False, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
         )  # fmt: skip
         o_first = tl.multiple_of(((edge * 2 + 1) * stride + lane * 0)[:, None], [4, 4]) + column[None, :]
-        m_first = (lane == 0)[:, None] & (column // 4 * 4 < stride)[None, :]
+        m_first = (lane == 0)[:, None] & (column // 4 * 4 < dim)[None, :]
         acc = tl.load(p_partials + o_first, mask=m_first, other=0.0)
         # pieces up to the next fold, then whole folds, then the pieces that are left
         bend = (edge + FOLD - 1) // FOLD * FOLD
         acc, unit = add_partials(
-            p_partials, p_keys, acc, key, number, stride, edge, bend, column, CHUNK, 0, 2, CHUNK, JOIN
+            p_partials, p_keys, acc, key, number, stride, dim, edge, bend, column, CHUNK, 0, 2, CHUNK, JOIN
         )
         fold = bend // FOLD
         limit = tl.where(unit == bend, number // (FOLD * CHUNK) + 1, fold)
         acc, fold = add_partials(
-            p_folds, p_keys, acc, key, number, stride, fold, limit, column,
+            p_folds, p_keys, acc, key, number, stride, dim, fold, limit, column,
             FOLD * CHUNK, (FOLD - 1) * CHUNK, 1, CHUNK, JOIN,
         )  # fmt: skip
         limit = tl.where(unit == bend, fold * FOLD + FOLD, fold * FOLD)
         acc, unit = add_partials(
-            p_partials, p_keys, acc, key, number, stride, fold * FOLD, limit, column,
+            p_partials, p_keys, acc, key, number, stride, dim, fold * FOLD, limit, column,
             CHUNK, 0, 2, CHUNK, JOIN,
         )  # fmt: skip
         g = tl.sum(acc, axis=0)[None, :]

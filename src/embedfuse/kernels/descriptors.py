@@ -2,6 +2,9 @@
 
 from .._triton import tl, triton
 
+NARROW_BLOCK = tl.constexpr(1 << 16)
+"""Added to the number of segments of a block whose tables are all narrow; more than there are."""
+
 # --- `features`: `feature` is a number or a block of numbers --------------------------------------------------------
 
 

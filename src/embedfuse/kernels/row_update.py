@@ -1,8 +1,8 @@
 """The gradient of each row in the batch: `g[row] = Σ coefficient * grad[bag, columns]` over its ids, in fixed order.
 
-`segments_kernel` sums the short segments of `runs.py` side by side, several rows to a tile; `long_kernel` sums the
-long ones, each in a tile of many of its gradients. Rows of one segment end there, see `row_step.py`. The pieces of a
-run that was cut leave partial sums, see `cut_runs.py`.
+`segments_kernel` sums the short segments of `runs.py` side by side, several rows to a tile; the long ones, each in a
+tile of many of its gradients, are left to `long_segments.py`. Rows of one segment end there, see `row_step.py`. The
+pieces of a run that was cut leave partial sums, see `cut_runs.py`.
 
 With HAS_DOTS the gradient of each id's weight is made beside: `dots[position] = <row(id), grad[bag, columns]>`.
 
@@ -11,8 +11,8 @@ the row once for each segment of it.
 """
 
 from .._triton import tl, triton
-from .descriptors import table_dim, table_max_norm, table_rule
-from .max_norm import cut_factor
+from .descriptors import NARROW_BLOCK, table_dim, table_rule
+from .row_gradients import as_looked_up, load_gradients
 from .row_step import SIZES, UNALIGNED, finish, load_rows
 
 
@@ -32,64 +32,21 @@ def load_segments(p_starts, p_tags, p_rows, p_first_sources, first, cursor, stop
 
 
 @triton.jit
-def as_looked_up(p_tables, table, w, HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr):
-    """Rows as they take part in dots: cut to MAX_NORM. Without dots nothing of use."""
-    looked_up = w
-    if HAS_DOTS and CLIPPED:
-        looked_up = w * cut_factor(tl.sum(w * w, axis=1), table_max_norm(p_tables, table))[:, None]
-    return looked_up
-
-
-@triton.jit
-def load_gradients(
-    p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, j, source, inside, column, m_column, grad_column,
-    HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr, HAS_DOTS: tl.constexpr, GRAD_ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Gradient rows that start at `source`, times their coefficients; `j` numbers their ids in sorted order.
-
-    Before that, their dots with rows that are `looked_up` go where the ids were in the batch.
-    """
-    o_grad = tl.multiple_of(source.to(tl.int64)[:, None], [GRAD_ALIGN, GRAD_ALIGN]) + column[None, :] * grad_column
-    mask = inside[:, None] & m_column[None, :]
-    if HAS_WINNERS or HAS_DOTS:
-        # asked for before the gradients, so that it is there when they are
-        order = tl.load(p_order + j, mask=inside, other=0)
-    if HAS_WINNERS:
-        mask = mask & (tl.load(p_winners + o_grad, mask=mask, other=-1) == order[:, None])
-    value = tl.load(p_grad + o_grad, mask=mask, other=0.0).to(tl.float32)
-    if HAS_DOTS:
-        tl.store(p_dots + order, tl.sum(value * looked_up, axis=1), mask=inside)
-    if HAS_COEFFICIENTS:
-        value = value * tl.load(p_coefficients + j, mask=inside, other=0.0)[:, None]
-    return value
-
-
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
-def segments_kernel(
-    p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_dots,
-    p_sources, p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_counts, p_partials, p_source,
-    grad_column, stride, rule_number,
+def step_segments(
+    p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_grad, p_winners, p_order, p_dots,
+    p_sources, p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_partials, p_source,
+    grad_column, stride, rule_number, first, part, count,
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
     SEVERAL_RULES: tl.constexpr,
-    HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
     SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table.
-
-    Most runs are of one id, so the first gradients are read beside rows and slots, and before the loop over what
-    follows. More gradients or tiles in flight are slower: registers, hence fewer programs at once.
-    """
-    block = tl.program_id(0).to(tl.int64) // PARTS
-    part = tl.program_id(0) % PARTS
-    count = tl.load(p_counts + block)
-    if HAS_SKIP:
-        count = tl.where(tl.load(p_skip) != 0, 0, count)
+    """The share `part` of `count` segments from place `first` on, of tables of at most `BLOCK_D` columns."""
     share = (count + PARTS * SEGMENTS - 1) // (PARTS * SEGMENTS) * SEGMENTS
     cursor = part * share
     stop = tl.minimum(cursor + share, count)
-    first = block * (BLOCK + 1)
     lane = tl.arange(0, SEGMENTS)
     column = tl.arange(0, BLOCK_D)
     # a gradient may be transposed, with wide steps from column to column
@@ -155,84 +112,51 @@ def segments_kernel(
         next_tag, local, source = next_tag_1, local_1, source_1
 
 
-@triton.jit
-def load_long(p_starts, p_tags, p_rows, p_long, turn, count):
-    """What `runs.py` wrote of one long segment: start, end, tag, the next segment's tag, row."""
-    exists = turn < count
-    at = tl.load(p_long + turn, mask=exists, other=0)
-    start = tl.load(p_starts + at, mask=exists, other=0)
-    end = tl.load(p_starts + at + 1, mask=exists, other=0)
-    tag = tl.load(p_tags + at, mask=exists, other=0)
-    next_tag = tl.load(p_tags + at + 1, mask=exists, other=0)
-    return start, end, tag, next_tag, tl.load(p_rows + at, mask=exists, other=0)
-
-
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
-def long_kernel(
+def segments_kernel(
     p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_skip, p_grad, p_winners, p_order, p_dots,
-    p_sources, p_coefficients, p_starts, p_tags, p_rows, p_list_counts, p_long, p_partials, p_source,
+    p_sources, p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_counts, p_partials, p_source,
     grad_column, stride, rule_number,
     RULE: tl.constexpr, MODE: tl.constexpr, SLOT0: tl.constexpr, SLOT1: tl.constexpr, AT_RANDOM: tl.constexpr,
     SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
     SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
-    TERMS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: every so many of the long segments, `TERMS` gradients of one at a time."""
-    turn = tl.program_id(0)
-    count = tl.load(p_list_counts)
+    """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table.
+
+    With NARROW more than 1, blocks whose tables all have at most that part of `BLOCK_D` columns are taken in tiles of
+    so many times more rows.
+
+    Most runs are of one id, so the first gradients are read beside rows and slots, and before the loop over what
+    follows. More gradients or tiles in flight are slower: registers, hence fewer programs at once.
+    """
+    block = tl.program_id(0).to(tl.int64) // PARTS
+    part = tl.program_id(0) % PARTS
+    count = tl.load(p_counts + block)
     if HAS_SKIP:
         count = tl.where(tl.load(p_skip) != 0, 0, count)
-    lane = tl.arange(0, TERMS)
-    column = tl.arange(0, BLOCK_D)
-    # as in `segments_kernel`
-    column_64 = column.to(tl.int64)
-    start, end, tag, next_tag, local = load_long(p_starts, p_tags, p_rows, p_long, turn, count)
-    while turn < count:
-        turn += tl.num_programs(0)
-        start_1, end_1, tag_1, next_tag_1, local_1 = load_long(p_starts, p_tags, p_rows, p_long, turn, count)
-        row = tl.zeros([1], tl.int64) + local
-        table = tag // 4
-        dim = table_dim(p_tables, table)
-        m_column = column // DIM_ALIGN * DIM_ALIGN < dim
-        last = end
-        if SEVERAL_RULES:
-            # nothing is read or written for another rule's rows
-            last = tl.where(table_rule(p_tables, table) == rule_number, end, start)
-        source = tl.load(p_sources + start + lane, mask=start + lane < last, other=0)
-        whole = tl.where((tag % 2 == 1) & (next_tag % 2 == 1), last, start)
-        live = row * 0 + start < whole
-        mask = live[:, None] & m_column[None, :]
-        reads = live
-        if HAS_DOTS:
-            reads = row * 0 + start < last
-        w, s0, s1 = load_rows(
-            p_table, p_slots, p_tables, p_source, table, row, dim, column, reads, reads[:, None] & m_column[None, :],
-            MODE, SLOT0, SLOT1, HAS_DOTS, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
-        )  # fmt: skip
-        looked_up = as_looked_up(p_tables, table, w, HAS_DOTS, CLIPPED)
-        acc = tl.zeros([TERMS, BLOCK_D], tl.float32)
-        position = start
-        while position < last:
-            j = position + lane
-            inside = j < last
-            next_source = tl.load(p_sources + j + TERMS, mask=j + TERMS < last, other=0)
-            acc += load_gradients(
-                p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, j, source, inside, column_64, m_column,
-                grad_column, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, GRAD_ALIGN,
+    first = block * (BLOCK + 1)
+    wide = True
+    if NARROW > 1:
+        # see `segment_kernel`
+        wide = count < NARROW_BLOCK
+        count = count % NARROW_BLOCK
+        if wide == 0:
+            step_segments(
+                p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_grad, p_winners, p_order, p_dots,
+                p_sources, p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_partials, p_source,
+                grad_column, stride, rule_number, first, part, count,
+                RULE, MODE, SLOT0, SLOT1, AT_RANDOM, SEVERAL_RULES, HAS_GRAD_SCALE, HAS_COEFFICIENTS, HAS_WINNERS,
+                HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN, CHUNK, PARTS,
+                SEGMENTS * NARROW, BLOCK_D // NARROW,
             )  # fmt: skip
-            source = next_source
-            position += TERMS
-        g = tl.sum(acc, axis=0)[None, :]
-        line = tl.where(tag % 2 == 1, end // CHUNK * 2 + 1, start // CHUNK * 2).to(tl.int64)
-        o_partial = tl.multiple_of((line * stride + row * 0)[:, None], [4, 4])
-        m_partial = (row * 0 + whole < last)[:, None] & (column // 4 * 4 < stride)[None, :]
-        tl.store(p_partials + o_partial + column[None, :], g, mask=m_partial)
-        finish(
-            p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_source, table, row, dim, column,
-            row * 0 + start, live, mask, g, w, s0, s1,
-            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, HAS_GRAD_SCALE, HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN,
-            SLOT_ALIGN,
+    if wide:
+        step_segments(
+            p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_grad, p_winners, p_order, p_dots,
+            p_sources, p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_partials, p_source,
+            grad_column, stride, rule_number, first, part, count,
+            RULE, MODE, SLOT0, SLOT1, AT_RANDOM, SEVERAL_RULES, HAS_GRAD_SCALE, HAS_COEFFICIENTS, HAS_WINNERS,
+            HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN, CHUNK, PARTS, SEGMENTS, BLOCK_D,
         )  # fmt: skip
-        start, end, tag, next_tag, local = start_1, end_1, tag_1, next_tag_1, local_1

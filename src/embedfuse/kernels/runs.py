@@ -15,12 +15,14 @@ rows and gradients. Per id this reads 20 to 28 bytes and writes 12 to 20, and 16
 
 from .._triton import tl, triton
 from .descriptors import (
+    NARROW_BLOCK,
     feature_column,
     feature_flags,
     feature_row_base,
     feature_rows,
     feature_table,
     id_counts,
+    table_dim,
     table_rule,
 )
 
@@ -33,7 +35,7 @@ KEY_SIZES = ["number", "bags", "total_bags", "feature_count", "absent", "grad_ro
 SEGMENT_POINTERS = [
     "p_owners", "p_keys", "p_order", "p_position_sources", "p_coefficients", "p_sources", "p_sorted_coefficients",
     "p_starts", "p_tags", "p_rows", "p_first_sources", "p_counts", "p_list_counts", "p_long", "p_cuts",
-    "p_cut_tables",
+    "p_cut_tables", "p_tables",
 ]  # fmt: skip
 
 
@@ -183,14 +185,16 @@ def tables_of(p_owners, owners, key, first_key, last_key, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["number", "absent", "owners"], do_not_specialize_on_alignment=SEGMENT_POINTERS)
 def segment_kernel(
     p_owners, p_keys, p_order, p_position_sources, p_coefficients, p_sources, p_sorted_coefficients,
-    p_starts, p_tags, p_rows, p_first_sources, p_counts, p_list_counts, p_long, p_cuts, p_cut_tables,
+    p_starts, p_tags, p_rows, p_first_sources, p_counts, p_list_counts, p_long, p_cuts, p_cut_tables, p_tables,
     number, absent, owners,
-    HAS_COEFFICIENTS: tl.constexpr, CHUNK: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_COEFFICIENTS: tl.constexpr, CHUNK: tl.constexpr, LONG: tl.constexpr, NARROW_D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: `BLOCK` sorted keys. `p_owners` holds the ROW_BASE and the number of each table, sorted.
 
     Writes, for each, where its gradient row starts and its coefficient, both in sorted order; and the segments that
-    start in the block, and their number. Of a segment: its first position; a tag, `4 * table`, 2 more if it is of more
+    start in the block, and their number, NARROW_BLOCK more if all are of tables of at most NARROW_D columns. Of a
+    segment: its first position; a tag, `4 * table`, 2 more if it is of more
     than LONG ids (which is less than half a CHUNK), 1 more where a run begins; its row; where its first gradient row
     starts. Behind the last one: where it ends, and whether its run does.
 
@@ -252,7 +256,11 @@ def segment_kernel(
     tl.store(p_rows + at, (key - base).to(p_rows.dtype.element_ty), mask=begins)
     tl.store(p_first_sources + at, source, mask=begins)
     count = tl.sum(begins.to(tl.int32), axis=0)
-    tl.store(p_counts + block, count)
+    if NARROW_D > 0:
+        widest = tl.max(tl.where(begins, table_dim(p_tables, table), 0), axis=0)
+        tl.store(p_counts + block, count + tl.where(widest <= NARROW_D, NARROW_BLOCK, 0))
+    else:
+        tl.store(p_counts + block, count)
     longs = tl.sum(long.to(tl.int32), axis=0)
     if longs > 0:
         place = tl.atomic_add(p_list_counts, longs) + tl.cumsum(long.to(tl.int32), axis=0) - 1

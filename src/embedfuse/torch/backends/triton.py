@@ -92,10 +92,9 @@ class TritonBackend:
         programs = count * ceil_div(csr.bags, config.lanes if config.short else config.turns)
         lanes = {"BAGS": config.lanes}
         if not config.short:
-            narrow = config.narrow if facts.narrowest * config.narrow <= config.block_d else 1
             lanes = {
                 "ROWS": config.lanes, "TURNS": config.turns, "GROUP": config.group, "SHORT": configs.SHORT_BAG,
-                "NARROW": narrow,
+                "NARROW": configs.narrow_of(config, facts.narrowest),
             }  # fmt: skip
         with on_device(table.device), _checking(table.device, policy) as bad:
             launch(
