@@ -78,6 +78,33 @@ def test_matches_the_full_grid(engine, device, kind, interpreted):
             check([random_scores(rows, size, kind, dtype, device) for size in (n, m)], k)
 
 
+@pytest.mark.parametrize("kind", ["distinct", "ties", "infinite", "nan", "crowded", "in order", "alike"])
+@pytest.mark.parametrize("size", [(512, 300, 3), (130, 64, 2)])
+def test_long_halves(engine, device, kind, size, interpreted):
+    """Of which a kernel sorts only what is not less than the best of some groups; crowded, more than it has room for."""
+    *lengths, k = size
+    for dtype in DTYPES[1:] if not interpreted else [torch.float32]:
+        inputs = []
+        for length in lengths:
+            scores = random_scores(
+                2, length, "distinct" if kind in ("crowded", "in order", "alike") else kind, dtype, "cpu"
+            )
+            if kind == "crowded":
+                # all the best are in one group of the four or eight
+                scores[:, 1 :: 4 if k == 2 else 8] += 50
+            elif kind == "in order":
+                scores = scores.sort(1, descending=True)[0]
+            elif kind == "alike":
+                scores = torch.zeros_like(scores)
+            inputs.append(scores.to(device))
+        expected = in_torch([scores.double() for scores in inputs], k)
+        scores, ids = product_topk(*inputs, k)
+        assert torch.equal(ids, expected)
+        a, b = (scores.double() for scores in inputs)
+        sums = a.gather(1, ids // b.shape[1]) + b.gather(1, ids % b.shape[1])
+        torch.testing.assert_close(scores, sums.to(scores.dtype), equal_nan=True)
+
+
 def test_every_k_of_a_square(engine, device, interpreted):
     """Conformance case 34: k up to n * n."""
     size = 4 if interpreted else 9

@@ -28,15 +28,18 @@ def product_topk(scores_a: Tensor, scores_b: Tensor, k: int) -> tuple[Tensor, Te
     k_a, k_b = (max(power_of_two(min(k, length)), 2) for length in (n, m))
     ids = torch.empty((rows, k), dtype=torch.int64, device=scores_a.device)
     scores = scores_a.new_empty((rows, k))
+    # a few more than twice as many are nearly always enough
+    rooms = [max(2 * wanted, 16) for wanted in (k_a, k_b)]
+    found = torch.empty((rows, sum(rooms)), dtype=torch.int64, device=scores_a.device)
     values = torch.empty((rows, k_b), dtype=torch.float64, device=scores_a.device)
     places = torch.empty((rows, k_b), dtype=torch.int32, device=scores_a.device)
     # two rows to a warp take 10 % longer, two warps to a row 80 % (H200, k = 32 of 512 and 512, 2026-11)
     with on_device(scores_a.device):
         launch(
-            product_topk_kernel, (rows,), (scores_a, scores_b, values, places, scores, ids),
-            (rows, n, m, scores_a.stride(0), scores_b.stride(0)), 1 if max(n, m) <= 1024 else 4, {
-                "K": k, "K_A": k_a, "K_B": k_b, "K_OUT": power_of_two(k), "N": max(power_of_two(n), 2),
-                "M": max(power_of_two(m), 2), "ROWS": 1,
+            product_topk_kernel, (rows,), (scores_a, scores_b, found, values, places, scores, ids),
+            (n, m, scores_a.stride(0), scores_b.stride(0)), 1 if max(n, m) <= 1024 else 4, {
+                "K": k, "K_A": k_a, "K_B": k_b, "K_OUT": power_of_two(k), "ROOM_A": rooms[0], "ROOM_B": rooms[1],
+                "N": max(power_of_two(n), 2), "M": max(power_of_two(m), 2),
             },
         )  # fmt: skip
     return scores, ids
