@@ -81,7 +81,7 @@ def test_matches_the_full_grid(engine, device, kind, interpreted):
 @pytest.mark.parametrize("kind", ["distinct", "ties", "infinite", "nan", "crowded", "in order", "alike"])
 @pytest.mark.parametrize("size", [(512, 300, 3), (130, 64, 2)])
 def test_long_halves(engine, device, kind, size, interpreted):
-    """Of which a kernel sorts only what is not less than the best of some groups; crowded, more than it has room for."""
+    """A kernel sorts only what is not less than the best of some groups; "crowded": more than it has room for."""
     *lengths, k = size
     for dtype in DTYPES[1:] if not interpreted else [torch.float32]:
         inputs = []
