@@ -194,9 +194,9 @@ def segment_kernel(
 
     Writes, for each, where its gradient row starts and its coefficient, both in sorted order; and the segments that
     start in the block, and their number, NARROW_BLOCK more if all are of tables of at most NARROW_D columns. Of a
-    segment: its first position; a tag, `4 * table`, 2 more if it is of more
-    than LONG ids (which is less than half a CHUNK), 1 more where a run begins; its row; where its first gradient row
-    starts. Behind the last one: where it ends, and whether its run does.
+    segment: its first position; a tag, `4 * table`, 2 more if it is of more than LONG ids (which is less than half a
+    CHUNK), 1 more where a run begins; its row; where its first gradient row starts. Behind the last one: where it ends,
+    and whether its run does.
 
     And two lists of the batch, their numbers in `p_list_counts`: of all long segments; of the edges where runs are
     first cut, with the table. Places in them are drawn by atomic additions, but what becomes of a segment or of a run
