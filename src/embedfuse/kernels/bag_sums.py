@@ -7,7 +7,7 @@ from .descriptors import (
     id_counts,
     id_is_bad,
     moment_of,
-    report_bad_ids,
+    report_bad_bags,
     scale_of,
 )
 from .max_norm import cut_factor
@@ -35,16 +35,18 @@ def weighted_rows(
 
 @triton.jit
 def sum_one_bag(
-    p_table, p_ids, p_weights, p_bad, start, end, next_ids, feature, rows, flags, stride, o_table, moment, longest_row,
+    p_table, p_ids, p_weights, start, end, next_ids, wrong, rows, flags, stride, o_table, moment, longest_row,
     column, m_column,
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The sum over one bag and its moment, `ROWS` rows in flight; ids are read one round ahead, the first before."""
+    """The sum over one bag and its moment, `ROWS` rows in flight; ids are read one round ahead, the first before.
+
+    What was `wrong` still is, and every lane that had a bad id.
+    """
     lane = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
-    wrong = tl.zeros([ROWS], tl.int32)
     position = start
     while position < end:
         at = position + lane
@@ -61,20 +63,17 @@ def sum_one_bag(
         if NORMALISED:
             total += tl.where(counts, moment_of(weights, moment), 0.0)
         position += ROWS
-    if CHECK:
-        if tl.max(wrong, axis=0) > 0:
-            report_bad_ids(p_bad, p_ids, start + lane, end, rows, flags, feature, ROWS)
-    return tl.sum(acc, axis=0), tl.sum(total, axis=0)
+    return tl.sum(acc, axis=0), tl.sum(total, axis=0), wrong
 
 
 @triton.jit
 def look_up_bags(
-    p_table, p_features, p_ids, p_weights, p_out, p_scale, p_bad, first_bag, lane, m_bag, start, end, bags, width,
-    feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
+    p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group, lane, m_bag, start, end,
+    bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, BAGS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`BAGS` bags side by side: of a feature whose first is `first_bag`, those numbered `lane`, where `m_bag`."""
+    """`BAGS` bags side by side: of a feature whose first is `first_bag`, those numbered `lane`, from `group` on."""
     longest = tl.max(end - start, axis=0)
     longest = tl.where(block * BLOCK_D < dim, longest, 0)
     total = tl.zeros([BAGS], tl.float32)
@@ -97,7 +96,7 @@ def look_up_bags(
         j += 1
     if CHECK:
         if tl.max(wrong, axis=0) > 0:
-            report_bad_ids(p_bad, p_ids, start, end, rows, flags, feature, 1)
+            report_bad_bags(p_bad, p_features, p_ids, p_offsets, feature, first_bag, group, BAGS, bags)
     if NORMALISED:
         scale = scale_of(total, feature_power(p_features, feature))
         acc = acc * scale[:, None]

@@ -64,7 +64,13 @@ def power_of_two(number: int) -> int:
 
 def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int) -> int:
     """By how much narrower tables are that have tiles of their own shape; 1 if there are none."""
-    return config.narrow if narrowest * config.narrow <= config.block_d else 1
+    # sums of cut runs are read in words of four
+    return config.narrow if max(narrowest, 4) * config.narrow <= config.block_d else 1
+
+
+def group_of(config: LookupConfig, checked: bool) -> int:
+    """How many short neighbours are looked up together; so few, where ids are `checked`, that registers suffice."""
+    return min(config.group, max(512 // config.block_d, config.turns)) if checked else config.group
 
 
 def lookup_config(widest: int, mean_length: float) -> LookupConfig:

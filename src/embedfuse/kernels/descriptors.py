@@ -156,6 +156,16 @@ def report_bad_ids(p_bad, p_ids, position, end, rows, flags, feature, STEP: tl.c
 
 
 @triton.jit
+def report_bad_bags(p_bad, p_features, p_ids, p_offsets, feature, first_bag, number, COUNT: tl.constexpr, bags):
+    """The same for `COUNT` bags of a feature from `number` on; reads again what nobody keeps for a case so rare."""
+    position = tl.load(p_offsets + first_bag + number) + tl.arange(0, 32)
+    end = tl.load(p_offsets + first_bag + tl.minimum(number + COUNT, bags))
+    rows = feature_rows(p_features, feature)
+    flags = feature_flags(p_features, feature)
+    report_bad_ids(p_bad, p_ids, position, end, rows, flags, feature, 32)
+
+
+@triton.jit
 def moment_of(weights, moment):
     """`weights ** moment` for moments 0, 1 and 2."""
     return tl.where(moment == 0, 1.0, tl.where(moment == 1, weights, weights * weights))

@@ -18,6 +18,7 @@ from .descriptors import (
     feature_power,
     feature_rows,
     feature_stride,
+    report_bad_bags,
     scale_of,
 )
 
@@ -38,26 +39,20 @@ def look_up_in_turns(
     lane = tl.arange(0, ROWS)
     column = block * BLOCK_D + tl.arange(0, BLOCK_D)
     m_column = column // ALIGN * ALIGN < dim
-    if TURNS > 1:
-        if (alone == 0) & (group == number):
-            look_up_bags(
-                p_table, p_features, p_ids, p_weights, p_out, p_scale, p_bad, first_bag, members, exists, starts, ends,
-                bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
-                HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, GROUP, BLOCK_D,
-            )  # fmt: skip
     if alone:
         # a narrow table leaves the column blocks of the wide ones empty
         end = tl.where(block * BLOCK_D < dim, end, start)
         ids = tl.load(p_ids + start + lane, mask=start + lane < end, other=0)
+        wrong = tl.zeros([ROWS], tl.int32)
         for turn in tl.static_range(TURNS):
             if turn + 1 < TURNS:
                 # the first ids of the next bag, before this one's rows are waited for
                 next_end = tl.load(p_offsets + first_bag + tl.minimum(number + turn + 2, bags))
                 next_end = tl.where(block * BLOCK_D < dim, next_end, end)
                 next_ids = tl.load(p_ids + end + lane, mask=end + lane < next_end, other=0)
-            result, total = sum_one_bag(
-                p_table, p_ids, p_weights, p_bad, start, end, ids, feature, rows, flags, stride, o_table, moment,
-                longest_row, column, m_column, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, ROWS, BLOCK_D,
+            result, total, wrong = sum_one_bag(
+                p_table, p_ids, p_weights, start, end, ids, wrong, rows, flags, stride, o_table, moment, longest_row,
+                column, m_column, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, ROWS, BLOCK_D,
             )  # fmt: skip
             bag = number + turn
             if NORMALISED:
@@ -72,6 +67,17 @@ def look_up_in_turns(
             )
             if turn + 1 < TURNS:
                 start, end, ids = end, next_end, next_ids
+        if CHECK:
+            if tl.max(wrong, axis=0) > 0:
+                report_bad_bags(p_bad, p_features, p_ids, p_offsets, feature, first_bag, number, TURNS, bags)
+    elif TURNS > 1:
+        # not after what bags alone need, which would take up registers beside those of the group
+        if group == number:
+            look_up_bags(
+                p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group, members,
+                exists, starts, ends, bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row,
+                block, column, m_column, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, GROUP, BLOCK_D,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
@@ -158,7 +164,8 @@ def pooled_short_kernel(
     if CLIPPED:
         # one block of columns holds whole rows
         longest_row = feature_max_norm(p_features, feature)
-    lane = (program - feature * groups) * BAGS + tl.arange(0, BAGS)
+    group = (program - feature * groups) * BAGS
+    lane = group + tl.arange(0, BAGS)
     m_bag = lane < bags
     first_bag = feature.to(tl.int64) * bags
     column = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -166,7 +173,7 @@ def pooled_short_kernel(
     start = tl.load(p_offsets + first_bag + lane, mask=m_bag, other=0)
     end = tl.load(p_offsets + first_bag + lane + 1, mask=m_bag, other=0)
     look_up_bags(
-        p_table, p_features, p_ids, p_weights, p_out, p_scale, p_bad, first_bag, lane, m_bag, start, end, bags, width,
-        feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
+        p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group, lane, m_bag, start,
+        end, bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
         HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, BAGS, BLOCK_D,
     )  # fmt: skip

@@ -93,8 +93,8 @@ class TritonBackend:
         lanes = {"BAGS": config.lanes}
         if not config.short:
             lanes = {
-                "ROWS": config.lanes, "TURNS": config.turns, "GROUP": config.group, "SHORT": configs.SHORT_BAG,
-                "NARROW": configs.narrow_of(config, facts.narrowest),
+                "ROWS": config.lanes, "TURNS": config.turns, "GROUP": configs.group_of(config, policy == "raise"),
+                "SHORT": configs.SHORT_BAG, "NARROW": configs.narrow_of(config, facts.narrowest),
             }  # fmt: skip
         with on_device(table.device), _checking(table.device, policy) as bad:
             launch(
