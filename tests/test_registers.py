@@ -16,7 +16,7 @@ import pytest
 
 triton = pytest.importorskip("triton") if __name__ != "__main__" else __import__("triton")
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-MOST = {"float32, checked": 64, "float32": 48, "float16, checked": 32, "float16": 128}
+MOST = {"plain": 128, "weighted": 64, "scaled": 48, "checked": 48, "all": 160}
 """Bytes for each thread. Eight bags of a 16-bit table side by side, 128 columns wide, do not fit in."""
 
 
@@ -32,12 +32,12 @@ def test_lookups_spill_few_registers() -> None:
         text=True,
     )
     found = [line.rsplit(": ", 1) for line in done.stdout.splitlines()]
-    assert len(found) == 12
+    assert len(found) == 30
     for what, spilled in found:
-        assert int(spilled) <= MOST[what.split("; ")[0]], (what, spilled)
+        assert int(spilled) <= MOST[what.split(", ")[0]], (what, spilled)
 
 
-def spilled(kind: str, dim: int, checked: bool) -> int:
+def spilled(kind: str, dim: int, weighted: bool, scaled: bool, checked: bool) -> int:
     """Bytes of memory that a thread of the kernel for long bags has because registers are wanting."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -48,17 +48,18 @@ def spilled(kind: str, dim: int, checked: bool) -> int:
     config = configs.lookup_config(dim, 20)
     align = 4 if kind == "float32" else 8
     constants = {
-        "p_weights": None, "p_scale": None, "HAS_WEIGHTS": False, "NORMALISED": False, "CHECK": checked,
-        "CLIPPED": False, "ALIGN": align, "OUT_ALIGN": align, "ROWS": config.lanes, "TURNS": config.turns,
-        "GROUP": configs.group_of(config, checked), "SHORT": configs.SHORT_BAG, "NARROW": 1,
-        "BLOCK_D": config.block_d,
+        "HAS_WEIGHTS": weighted, "NORMALISED": scaled, "CHECK": checked, "CLIPPED": False, "ALIGN": align,
+        "OUT_ALIGN": align, "ROWS": config.lanes, "TURNS": config.turns,
+        "GROUP": configs.group_of(config, not (weighted or scaled or checked)), "SHORT": configs.SHORT_BAG,
+        "NARROW": 1, "BLOCK_D": config.block_d,
     }  # fmt: skip
-    if not checked:
-        constants["p_bad"] = None
+    for name, given in (("p_weights", weighted), ("p_scale", scaled), ("p_bad", checked)):
+        if not given:
+            constants[name] = None
     word = {"float32": "*fp32", "float16": "*fp16"}[kind]
     signature = {
         name: "constexpr" if name in constants else "i32" if name in ("bags", "width") else
-        word if name in ("p_table", "p_out") else "*i64"
+        word if name in ("p_table", "p_out") else "*fp32" if name in ("p_weights", "p_scale") else "*i64"
         for name in kernel.arg_names
     }  # fmt: skip
     place = {name: (number,) for number, name in enumerate(kernel.arg_names)}
@@ -75,8 +76,14 @@ def spilled(kind: str, dim: int, checked: bool) -> int:
     return int(re.findall(r"STACK:(\d+)", said)[0])
 
 
+KINDS = {
+    "plain": (False, False, False), "weighted": (True, False, False), "scaled": (False, True, False),
+    "checked": (False, False, True), "all": (True, True, True),
+}  # fmt: skip
+
+
 if __name__ == "__main__":
-    for kind in ("float32", "float16"):
-        for dim in (32, 64, 128):
-            for checked in (False, True):
-                print(f"{kind}{', checked' * checked}; dim {dim}: {spilled(kind, dim, checked)}")
+    for what, given in KINDS.items():
+        for kind in ("float32", "float16"):
+            for dim in (32, 64, 128):
+                print(f"{what}, {kind}, dim {dim}: {spilled(kind, dim, *given)}")

@@ -68,9 +68,12 @@ def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int) -> int:
     return config.narrow if max(narrowest, 4) * config.narrow <= config.block_d else 1
 
 
-def group_of(config: LookupConfig, checked: bool) -> int:
-    """How many short neighbours are looked up together; so few, where ids are `checked`, that registers suffice."""
-    return min(config.group, max(512 // config.block_d, config.turns)) if checked else config.group
+def group_of(config: LookupConfig, plain: bool) -> int:
+    """How many short neighbours are looked up together: half as many where there is more to keep in registers.
+
+    That is for wide rows unless lookups are `plain`: without weights or scales, and ids not checked.
+    """
+    return config.group if plain or config.block_d <= 32 else max(config.group // 2, config.turns)
 
 
 def lookup_config(widest: int, mean_length: float) -> LookupConfig:

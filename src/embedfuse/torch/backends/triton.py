@@ -90,10 +90,11 @@ class TritonBackend:
         if facts.clipped:
             config = configs.whole_rows(config, facts.widest)
         programs = count * ceil_div(csr.bags, config.lanes if config.short else config.turns)
+        plain = csr.weights is None and not normalised and policy != "raise"
         lanes = {"BAGS": config.lanes}
         if not config.short:
             lanes = {
-                "ROWS": config.lanes, "TURNS": config.turns, "GROUP": configs.group_of(config, policy == "raise"),
+                "ROWS": config.lanes, "TURNS": config.turns, "GROUP": configs.group_of(config, plain),
                 "SHORT": configs.SHORT_BAG, "NARROW": configs.narrow_of(config, facts.narrowest),
             }  # fmt: skip
         with on_device(table.device), _checking(table.device, policy) as bad:
