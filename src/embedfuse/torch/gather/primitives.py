@@ -89,7 +89,7 @@ def gather_dot(
 
     Args:
         table: as `params` of `gather_reduce_sum`.
-        x: `[..., D]` of any float dtype.
+        x: `[..., D]` of any float dtype. Its gradient, a sum of rows, is rounded to the table's on the way.
         indices: integers `[..., K]`, whose other dimensions are those of `x`.
         grad: as in `gather_reduce_sum`.
         grad_into: as in `gather_reduce_sum`.
