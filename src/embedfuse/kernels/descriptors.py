@@ -136,33 +136,28 @@ def id_is_bad(ids, rows, flags, inside):
 
 
 @triton.jit
-def report_bad_ids(p_bad, p_ids, position, end, rows, flags, feature, STEP: tl.constexpr):
-    """Keeps the first bad position of the batch, and its feature, in `p_bad`: each lane looks at every `STEP`th id.
+def report_bad_bags(p_bad, p_features, p_ids, p_offsets, feature, first_bag, number, COUNT: tl.constexpr, bags):
+    """Keeps the first bad position of the batch, and its feature, in `p_bad`; looks at `COUNT` bags from `number` on.
 
     The word is `(2**40 - 1 - position) << 20 | feature`, so the first position is the largest word, and 0 is none.
-    An atomic maximum, which does not depend on the order. Called only where an id is bad.
+    An atomic maximum, which does not depend on the order. Called only where an id is bad, so what it needs is read
+    again: to keep it would cost every lookup registers.
     """
-    left = tl.max(end - position, axis=0)
+    start = tl.load(p_offsets + first_bag + number)
+    end = tl.load(p_offsets + first_bag + tl.minimum(number + COUNT, bags))
+    rows = feature_rows(p_features, feature)
+    flags = feature_flags(p_features, feature)
+    position = start + tl.arange(0, 32)
     worst = position * 0
-    while left > 0:
+    while start < end:
         inside = position < end
         ids = tl.load(p_ids + position, mask=inside, other=0).to(tl.int64)
         bad = id_is_bad(ids, rows, flags, inside)
         word = ((1099511627775 - position) << 20) | (feature & 1048575)
         worst = tl.maximum(worst, tl.where(bad, word, 0))
-        position += STEP
-        left -= STEP
+        position += 32
+        start += 32
     tl.atomic_max(p_bad, tl.max(worst, axis=0))
-
-
-@triton.jit
-def report_bad_bags(p_bad, p_features, p_ids, p_offsets, feature, first_bag, number, COUNT: tl.constexpr, bags):
-    """The same for `COUNT` bags of a feature from `number` on; reads again what nobody keeps for a case so rare."""
-    position = tl.load(p_offsets + first_bag + number) + tl.arange(0, 32)
-    end = tl.load(p_offsets + first_bag + tl.minimum(number + COUNT, bags))
-    rows = feature_rows(p_features, feature)
-    flags = feature_flags(p_features, feature)
-    report_bad_ids(p_bad, p_ids, position, end, rows, flags, feature, 32)
 
 
 @triton.jit

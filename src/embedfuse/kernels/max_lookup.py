@@ -5,6 +5,7 @@ gradient is that of `row_update.py`, of the winners alone.
 """
 
 from .._triton import tl, triton
+from .bag_sums import weighted_rows
 from .descriptors import (
     feature_column,
     feature_dim,
@@ -13,11 +14,9 @@ from .descriptors import (
     feature_offset,
     feature_rows,
     feature_stride,
-    id_counts,
     id_is_bad,
-    report_bad_ids,
+    report_bad_bags,
 )
-from .max_norm import cut_factor
 from .pooled_lookup import SIZES, UNALIGNED
 
 
@@ -37,10 +36,12 @@ def max_kernel(
     flags = feature_flags(p_features, feature)
     stride = feature_stride(p_features, feature)
     o_table = feature_offset(p_features, feature)
+    longest_row = 0.0
     if CLIPPED:
         # one block of columns holds whole rows
         longest_row = feature_max_norm(p_features, feature)
-    lane = (program - feature * groups) * BAGS + tl.arange(0, BAGS)
+    group = (program - feature * groups) * BAGS
+    lane = group + tl.arange(0, BAGS)
     m_bag = lane < bags
     bag = feature * bags + lane
     column = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -57,20 +58,12 @@ def max_kernel(
         at = start + j
         inside = at < end
         ids = tl.load(p_ids + at, mask=inside, other=0).to(tl.int64)
-        weights = tl.full([BAGS], 1.0, tl.float32)
-        if HAS_WEIGHTS:
-            weights = tl.load(p_weights + at, mask=inside, other=0.0)
-        counts = id_counts(ids, weights, rows, flags, inside)
+        row, _, counts = weighted_rows(
+            p_table, p_weights, at, ids, inside, rows, flags, stride, o_table, longest_row, column, m_column,
+            HAS_WEIGHTS, CLIPPED, ALIGN, BAGS,
+        )  # fmt: skip
         if CHECK:
             wrong = wrong | id_is_bad(ids, rows, flags, inside).to(tl.int32)
-        o_row = tl.multiple_of((o_table + ids * stride)[:, None], [ALIGN, ALIGN])
-        row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0).to(
-            tl.float32
-        )
-        if CLIPPED:
-            row = row * cut_factor(tl.sum(row * row, axis=1), longest_row)[:, None]
-        if HAS_WEIGHTS:
-            row = row * tl.where(counts, weights, 0.0)[:, None]
         first_nan = (row != row) & (best == best)
         takes = counts[:, None] & ((row > best) | (winner < 0) | first_nan)
         best = tl.where(takes, row, best)
@@ -78,7 +71,7 @@ def max_kernel(
         j += 1
     if CHECK:
         if tl.max(wrong, axis=0) > 0:
-            report_bad_ids(p_bad, p_ids, start, end, rows, flags, feature, 1)
+            report_bad_bags(p_bad, p_features, p_ids, p_offsets, feature, feature * bags, group, BAGS, bags)
     o_out = lane * width + feature_column(p_features, feature)
     o_out = tl.multiple_of(o_out[:, None], [OUT_ALIGN, OUT_ALIGN])
     m_out = m_bag[:, None] & m_column[None, :]

@@ -79,7 +79,7 @@ def prepare_ids_kernel(
         if CHECK:
             bad = id_is_bad(ids, rows, flags, inside) | (known & (has_row == 0))
             word = tl.max(tl.where(bad, ((1099511627775 - position) << 20) | (feature & 1048575), 0), axis=0)
-            # as in `report_bad_ids`
+            # as in `report_bad_bags`
             if word > 0:
                 tl.atomic_max(p_bad, word)
         counts = id_counts(ids, weights, rows, flags, has_row)

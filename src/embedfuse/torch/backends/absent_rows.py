@@ -10,9 +10,8 @@ from ...kernels.configs import power_of_two
 from .descriptor_facts import TableFacts
 from .launching import launch
 from .sorted_runs import SortedRuns, ceil_div
+from .summed_runs import rows_align
 
-WIDE_WORD = 16
-"""Bytes of the widest store."""
 NAMED = 0.5
 """Ids for each row from which on looking for the others pays; uniform ones then name four rows in ten."""
 WIDE = 512
@@ -33,8 +32,7 @@ def zeros_come_later(out: Tensor, facts: TableFacts, number: int) -> bool:
 def fill_absent(runs: SortedRuns, out: Tensor, facts: TableFacts) -> None:
     """Writes zeros to the rows of the one table `out` that no id names."""
     dim = facts.widest
-    align = min(dim & -dim, WIDE_WORD // out.element_size())
     launch(
         absent_rows_kernel, (ceil_div(facts.rows, ROWS),), (runs.memory[0], out), (runs.number, facts.rows, dim), 1,
-        {"ALIGN": align, "ROWS": ROWS, "BLOCK_D": min(power_of_two(dim), 2048 // ROWS)},
+        {"ALIGN": rows_align(facts.dims, out), "ROWS": ROWS, "BLOCK_D": min(power_of_two(dim), 2048 // ROWS)},
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Ids out of range on a GPU: reported at a later call, so that no lookup waits for the device.
 
 Each device has one word in page-locked memory of the host, which kernels write directly (`kernels/descriptors.py:
-report_bad_ids`) and the host reads like any other. A lookup that checks looks at the word after its launch; so a bad id
-is reported by that lookup or one of the next. `report(device, wait=True)` waits for the device first.
+report_bad_bags`) and the host reads like any other. A lookup that checks looks at the word after its launch; so a bad
+id is reported by that lookup or one of the next. `report(device, wait=True)` waits for the device first.
 """
 
 from typing import NamedTuple

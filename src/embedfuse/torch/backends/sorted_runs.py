@@ -105,18 +105,17 @@ class Sorter:
                 *[torch.int64 if order.counted else None] * 2, order.skip,
             ),
         )  # fmt: skip
-        narrow = narrow_of(config, facts.narrowest)
+        self.narrow = narrow_of(config, facts.narrowest)
         self._segments = launcher(
             segment_kernel, 4, {
                 "HAS_COEFFICIENTS": has_coefficients, "CHUNK": config.chunk, "LONG": config.long,
-                "NARROW_D": config.block_d // narrow if narrow > 1 else 0, "BLOCK": config.block,
+                "NARROW_D": config.block_d // self.narrow if self.narrow > 1 else 0, "BLOCK": config.block,
             }, (
                 torch.int64, self.key, torch.int64, source, types["coefficients"], source, types["coefficients"],
                 position, small, self.key, source, small, small, position, position, small,
-                torch.int64 if narrow > 1 else None,
+                torch.int64 if self.narrow > 1 else None,
             ),
         )  # fmt: skip
-        self._narrow = narrow > 1
         self._types = {name: dtype for name, dtype in types.items() if dtype is not None}
         self._absent = dict.fromkeys(types.keys() - self._types.keys())
         self._layouts: dict[int, tuple[dict[str, tuple[int, int]], int]] = {}
@@ -163,7 +162,7 @@ class Sorter:
                 pointer(owners), p_keys, p_positions, at["position_sources"],
                 at["position_coefficients"] if order.scaled else weights, at["sources"], at["coefficients"],
                 at["starts"], at["tags"], at["rows"], at["first_sources"], at["counts"], at["list_counts"], at["long"],
-                at["cuts"], at["cut_tables"], pointer(tables) if self._narrow else None,
+                at["cuts"], at["cut_tables"], pointer(tables) if self.narrow > 1 else None,
             ), (number, self.facts.rows, owners.shape[0]), device,
         )  # fmt: skip
         windows = ceil_div(number, config.chunk)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.configs import UpdateConfig, narrow_of
+from ...kernels.configs import UpdateConfig
 from ...kernels.cut_runs import fold_kernel, join_kernel
 from ...kernels.long_segments import long_kernel
 from ...kernels.row_update import segments_kernel
@@ -117,10 +117,9 @@ class Summer:
             "SLOT_ALIGN": min(facts.slots if steps else 1, WIDE_WORD // 4), "DIM_ALIGN": facts.dims,
             "CHUNK": config.chunk, "BLOCK_D": config.block_d,
         }  # fmt: skip
-        narrow = narrow_of(config, facts.narrowest)
         reading = {
             "HAS_COEFFICIENTS": types["coefficients"] is not None, "HAS_WINNERS": sums.winners,
-            "HAS_DOTS": sums.dots, "GRAD_ALIGN": sums.grad_align, "NARROW": narrow,
+            "HAS_DOTS": sums.dots, "GRAD_ALIGN": sums.grad_align, "NARROW": sorter.narrow,
         }  # fmt: skip
         # few ids are dealt out to all programs that there can be
         self.few_parts = config.block // config.segments
