@@ -8,7 +8,7 @@ from functools import cache
 
 SHORT_BAG = 4
 """Bags of at most this many ids on average are looked up many to a program."""
-GROUP = 8
+GROUP = 4
 """Neighbours that `pooled_long_kernel` looks up together if they are short."""
 NARROW = 4
 """Tables narrower than the widest one by this factor have tiles of their own shape."""
@@ -66,14 +66,6 @@ def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int) -> int:
     """By how much narrower tables are that have tiles of their own shape; 1 if there are none."""
     # sums of cut runs are read in words of four
     return config.narrow if max(narrowest, 4) * config.narrow <= config.block_d else 1
-
-
-def group_of(config: LookupConfig, plain: bool) -> int:
-    """How many short neighbours are looked up together: half as many where there is more to keep in registers.
-
-    That is for wide rows unless lookups are `plain`: without weights or scales, and ids not checked.
-    """
-    return config.group if plain or config.block_d <= 32 else max(config.group // 2, config.turns)
 
 
 def lookup_config(widest: int, mean_length: float) -> LookupConfig:

@@ -1,7 +1,7 @@
 """The optimizer's state of one group of tables: slots, step counters and hyper-parameters, as kernels read them."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +14,25 @@ from .backends import accumulation_dtype
 from .tables import Arena, zeros
 
 
-@contextlib.contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Without gradients, but outside of inference mode: what is made there could never be written later."""
-    if not torch.is_inference_mode_enabled():
-        with torch.no_grad():
-            yield
-        return
-    # in this order: leaving inference mode turns gradients on
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+class ordinary_tensors:
+    """Without gradients, but outside of inference mode: what is made there could never be written later.
+
+    A `with` statement. Each step enters it, and a generator would cost the host more than all that it does.
+    """
+
+    def __enter__(self) -> None:
+        self._outside: torch.inference_mode | None = None
+        if torch.is_inference_mode_enabled():
+            self._outside = torch.inference_mode(False)
+            self._outside.__enter__()
+        # in this order: leaving inference mode turns gradients on
+        self._graded = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_grad_enabled(self._graded)
+        if self._outside is not None:
+            self._outside.__exit__(*error)
 
 
 class GroupState:

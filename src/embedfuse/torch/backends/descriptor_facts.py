@@ -37,6 +37,8 @@ from ...plan import (
 
 LARGEST_ALIGNMENT = 16
 """Elements; more than any wide word holds."""
+WIDE_WORD = 16
+"""Bytes of the widest load."""
 
 
 @dataclass
@@ -51,6 +53,7 @@ class FeatureFacts:
     columns: int
     clipped: bool  # whether any feature has a MAX_NORM
     tables: Tensor  # descriptors of the tables read, each learning by rule 0, none with a MAX_NORM
+    lookups: dict[Any, Any] = field(default_factory=dict)  # what a backend has prepared for batches of a kind
 
 
 @dataclass

@@ -14,15 +14,13 @@ from ...kernels.long_segments import long_kernel
 from ...kernels.row_update import segments_kernel
 from ...optim.base import Optimizer
 from . import Update
-from .descriptor_facts import TableFacts, alignment
+from .descriptor_facts import WIDE_WORD, TableFacts, alignment
 from .launching import HOST, Launcher, device_of, launcher
 from .side_stream import side_of
 from .sorted_runs import SortedRuns, Sorter, ceil_div
 
 STEP_ROWS, STORE_SUMS, SQUARE_SUMS = range(3)
 SLOT_KINDS = {"element": 1, "row": 2}
-WIDE_WORD = 16
-"""Bytes of the widest load."""
 FEW = 1 << 14
 """Ids that do not keep a GPU busy."""
 BESIDE = 1 << 17

@@ -8,8 +8,7 @@ tests.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,14 +17,14 @@ from ...kernels import configs
 from ...kernels.coefficient_grad import coefficient_grad_kernel
 from ...kernels.join_offsets import join_offsets_kernel
 from ...kernels.max_lookup import max_kernel
-from ...kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
 from ...kernels.prepare_ids import prepare_ids_kernel
 from ...plan import FROZEN
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_errors
 from .absent_rows import fill_absent, zeros_come_later
 from .compact import compact_row_grad
 from .descriptor_facts import alignment, feature_facts, known_columns, table_facts
-from .launching import launch, on_device
+from .launching import device_of, launch, on_device
+from .lookup_launch import Lookup
 from .sorted_runs import Order, Sorter, ceil_div
 from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Summer, Sums, Target, grad_align, rows_align
 
@@ -36,7 +35,7 @@ except ImportError as error:
         f"backend 'triton' needs Triton, which cannot be imported here ({error}): pip install 'embedfuse[triton]'"
     ) from error
 
-INTERPRETED = not isinstance(pooled_long_kernel, triton.JITFunction)
+INTERPRETED = not isinstance(max_kernel, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 JOINED = 512
 """Bags of one program of `join_offsets`."""
@@ -87,27 +86,22 @@ class TritonBackend:
         csr = _contiguous(csr)
         facts = feature_facts(features)
         config = self._lookup_config(facts.widest, csr.ids.shape[0] / (count * csr.bags))
-        if facts.clipped:
-            config = configs.whole_rows(config, facts.widest)
-        programs = count * ceil_div(csr.bags, config.lanes if config.short else config.turns)
-        plain = csr.weights is None and not normalised and policy != "raise"
-        lanes = {"BAGS": config.lanes}
-        if not config.short:
-            lanes = {
-                "ROWS": config.lanes, "TURNS": config.turns, "GROUP": configs.group_of(config, plain),
-                "SHORT": configs.SHORT_BAG, "NARROW": configs.narrow_of(config, facts.narrowest),
-            }  # fmt: skip
+        check = policy == "raise"
+        kind = (
+            table.dtype, csr.ids.dtype, csr.weights is not None, normalised, check, alignment(facts.columns, width)
+        )  # fmt: skip
+        found: Lookup | None = facts.lookups.get((kind, id(config)))
+        if found is None:
+            # the lookup keeps `config`, and with it its id
+            found = facts.lookups[kind, id(config)] = Lookup.of(config, facts, *kind)
+        device, pointer = device_of(table)
         with on_device(table.device), _checking(table.device, policy) as bad:
-            launch(
-                pooled_short_kernel if config.short else pooled_long_kernel,
-                (programs, ceil_div(facts.widest, config.block_d)), (
-                    table, features, csr.ids, csr.offsets, csr.weights, out, scale if normalised else None, bad,
-                ), (csr.bags, width), config.warps, {
-                    "HAS_WEIGHTS": csr.weights is not None, "NORMALISED": normalised, "CHECK": bad is not None,
-                    "CLIPPED": facts.clipped, "ALIGN": rows_align(facts.starts, table),
-                    "OUT_ALIGN": rows_align(alignment(facts.columns, width), out), "BLOCK_D": config.block_d,
-                    **lanes,
-                }, registers=config.registers,
+            found.launcher(
+                (count * ceil_div(csr.bags, found.bags), found.blocks), (
+                    pointer(table), pointer(features), pointer(csr.ids), pointer(csr.offsets),
+                    None if csr.weights is None else pointer(csr.weights), pointer(out),
+                    pointer(scale) if normalised else None, None if bad is None else pointer(bad),
+                ), (csr.bags, width), device,
             )  # fmt: skip
         return out, scale
 
@@ -313,12 +307,17 @@ def _contiguous(csr: Csr) -> Csr:
     )
 
 
-@contextlib.contextmanager
-def _checking(device: torch.device, policy: Policy) -> Any:
+def _checking(device: torch.device, policy: Policy) -> contextlib.AbstractContextManager[Tensor | None]:
     """The word that kernels write bad ids to, or None if nobody asks; on a GPU raises first what earlier ones wrote."""
-    if policy != "raise":
-        yield None
-    elif device.type == "cuda":
+    return _reporting(device) if policy == "raise" else _UNCHECKED
+
+
+_UNCHECKED = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _reporting(device: torch.device) -> Iterator[Tensor]:
+    if device.type == "cuda":
         device_errors.report(device)
         yield device_errors.flag(device)
     else:
