@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from embedfuse.torch import use_backend
-from embedfuse.torch.gather.grouped import grouped_gather_sum, remap_indices, virtual_rows
+from embedfuse.torch.gather import grouped_gather_sum, remap_indices, virtual_rows
 
 
 @pytest.fixture

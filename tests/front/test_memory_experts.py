@@ -164,7 +164,6 @@ def test_transforms() -> None:
         ({"slices": 3}, "`slices` must divide `dim_value`, 4, got 3"),
         ({"topk": 7}, "`topk` must be at most `num_keys`"),
         ({"rank": 0}, "`rank` must be an int of at least 1"),
-        ({"values": ValueTable(9, 4, update="step")}, '`values` must have update="autograd"'),
         ({"values": ValueTable(9, 5)}, "`values` must have 9 rows of width 4"),
     ],
 )

@@ -36,12 +36,17 @@ def read_weights(
     """Flat weights of the type that sums of `dtype`, or that of `like`, are made in; their gradient has their own."""
     if weights is None:
         return None
-    if weights.shape != indices.shape:
+    check_weights(name, weights, indices)
+    check_floats(name, weights, like.device)
+    return weights.reshape(-1).to(accumulation_dtype(dtype or like.dtype)).contiguous()
+
+
+def check_weights(name: str, weights: Tensor | None, indices: Tensor) -> None:
+    """Raises unless there is a weight for each index, or none at all."""
+    if weights is not None and weights.shape != indices.shape:
         raise ValueError(
             f"`{name}` must have the shape of `indices`, {tuple(indices.shape)}, got {tuple(weights.shape)}"
         )
-    check_floats(name, weights, like.device)
-    return weights.reshape(-1).to(accumulation_dtype(dtype or like.dtype)).contiguous()
 
 
 def read_vectors(name: str, x: Tensor, indices: Tensor, dim: int | None) -> Tensor:

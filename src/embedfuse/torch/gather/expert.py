@@ -27,6 +27,7 @@ def expert_lookup(
     activation: Activation = "gelu",
     gate: Tensor | EmbeddingCollection | None = None,
     *,
+    row_mask: Tensor | None = None,
     out_of_range: Policy = "raise",
 ) -> Tensor:
     """Expert `i` is one neuron: it reads `x` with row `i` of `down` and writes row `i` of `up`.
@@ -47,6 +48,7 @@ def expert_lookup(
         scores: `[..., K]` of any float dtype.
         activation: "relu", "gelu" (by the error function), "silu" or "identity".
         gate: `[V, D]`, or a collection; for gated experts.
+        row_mask: bool `[V]`: experts where it is False learn nothing, as rows of `gather_reduce_sum`.
         out_of_range: as in `gather_reduce_sum`.
 
     Returns:
@@ -64,9 +66,9 @@ def expert_lookup(
     tables = [table for table in (down, up, gate) if table is not None]
     if not any(isinstance(table, EmbeddingCollection) for table in tables):
         _check_tables(x, down, up, gate, indices)
-        if _is_fused(x, indices, scores, *tables):
+        if row_mask is None and _is_fused(x, indices, scores, *tables):
             return _fused(x, down, up, indices, scores, activation, gate, out_of_range)
-    options: Any = {"out_of_range": out_of_range}
+    options: Any = {"out_of_range": out_of_range, "row_mask": row_mask}
     kind = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(kind)
     if wide.dtype != x.dtype:

@@ -1,30 +1,32 @@
-"""Sums of rows by group, scores for slices of rows, and ids remapped before the lookup: what UltraMem is made of.
+"""Sums of rows by group, and scores for slices of rows: what UltraMem reads its values by.
 
 Nothing new is computed here. References are put in the order of their groups, so that each group of a bag is a bag of
 its own; a table of rows of H slices is also a table of H times as many rows. Both are then ordinary gather-sums.
 """
 
 import math
-from typing import Literal
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..backends import Policy
+from ..collection import EmbeddingCollection
 from ..functions import is_transformed, is_watched
 from . import functions as gather_functions
-from .arguments import check_table, checked, read_indices, read_weights
-
-REMAPS = ("mod", "shift", "hash")
+from .arguments import check_weights, checked, read_indices, read_weights
+from .functions import Sink
+from .tables import goes_through_collection, table_and_sink, through_collection
 
 
 def grouped_gather_sum(
-    params: Tensor,
+    params: Tensor | EmbeddingCollection,
     indices: Tensor,
     weights: Tensor | None = None,
     groups: Tensor | None = None,
     num_groups: int = 1,
     *,
+    row_mask: Tensor | None = None,
     out_of_range: Policy = "raise",
 ) -> Tensor:
     """Weighted sums of rows of a table, one for each group of references; and scores of their own for slices of rows.
@@ -38,11 +40,13 @@ def grouped_gather_sum(
     `h * D / H .. (h + 1) * D / H` of the rows are weighted with `weights[h]`.
 
     Args:
-        params: `[V, D]` of any float dtype.
+        params: `[V, D]` of any float dtype, or a collection; see `gather_reduce_sum`. A row of a collection whose
+            optimizer steps it is read once for each of its slices.
         indices: integers `[..., K]`.
         weights: `[..., K]` or `[H, ..., K]` of any float dtype; None for ones.
         groups: integers `[..., K]` in `[0, num_groups)`; None if there is one group.
         num_groups: E.
+        row_mask: as in `gather_reduce_sum`.
         out_of_range: as in `gather_reduce_sum`.
 
     Returns:
@@ -51,25 +55,73 @@ def grouped_gather_sum(
     Raises:
         IndexError, ValueError, TypeError: as `gather_reduce_sum`; on the CPU also a group out of range.
     """
-    _, _, shape = read_indices("indices", indices)
-    check_table("params", params, indices.device)
+    ids, _, _ = read_indices("indices", indices)
     if num_groups < 1:
         raise ValueError(f"`num_groups` must be at least 1, got {num_groups}")
-    if weights is not None and weights.dim() == indices.dim() + 1:
-        return _sliced(params, indices, weights, groups, num_groups, out_of_range)
-    if groups is None:
-        if num_groups != 1:
-            raise ValueError(f"`groups` must be given for `num_groups={num_groups}`: the group of each reference")
-        groups = torch.zeros_like(indices)
-        return grouped_gather_sum(params, indices, weights, groups, 1, out_of_range=out_of_range).squeeze(-2)
-    _check_groups(groups, indices, num_groups)
-    bags, places = math.prod(shape[:-1]), shape[-1]
-    flat = read_weights("weights", weights, indices, params)
-    order, offsets = _by_group(groups.reshape(bags, places), num_groups)
-    ids = indices.reshape(-1)[order]
-    flat = None if flat is None else flat[order]
-    out = checked(lambda: gather_functions.gather_sum(params, flat, ids, offsets, out_of_range), ids, params.shape[0])
-    return out.view(*shape[:-1], num_groups, params.shape[1])
+    if groups is not None:
+        _check_groups(groups, indices, num_groups)
+    elif num_groups != 1:
+        raise ValueError(f"`groups` must be given for `num_groups={num_groups}`: the group of each reference")
+    if isinstance(params, EmbeddingCollection) and goes_through_collection(params, ids, row_mask):
+        table: _Reader = _Collection(params)
+    else:
+        table = _Table(*table_and_sink("params", params, indices, row_mask=row_mask), out_of_range)
+    each = torch.zeros_like(indices) if groups is None else groups
+    if weights is None or weights.dim() != indices.dim() + 1:
+        check_weights("weights", weights, indices)
+        out = _grouped(table, indices, weights, each, num_groups)
+    else:
+        slices = _check_slices(weights, indices, table.dim)
+        sliced = _sliced if table.is_dense else _sliced_after
+        out = sliced(table, slices, indices, weights.movedim(0, -2), each, num_groups)
+    return out.squeeze(-2) if groups is None else out
+
+
+class _Reader(Protocol):
+    """Where rows are read."""
+
+    dim: int
+    is_dense: bool  # whether their gradient is an ordinary tensor, which may be of any view of the table
+
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor) -> Tensor:
+        """Weighted sums of rows, `[bags, D]`; weights as they were given, but in the order of the ids."""
+        ...
+
+
+class _Table:
+    """A table, and the sink of its gradient."""
+
+    def __init__(self, table: Tensor, sink: Sink | None, policy: Policy) -> None:
+        self.table, self.policy, self._sink = table, policy, sink
+        self.dim, self.is_dense = table.shape[1], sink is None
+
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor) -> Tensor:
+        flat = read_weights("weights", weights, ids, self.table)
+        return checked(
+            lambda: gather_functions.gather_sum(self.table, flat, ids, offsets, self.policy, self._sink),
+            ids, self.table.shape[0],
+        )  # fmt: skip
+
+
+class _Collection:
+    """The one table of a collection, read by a lookup that graphs can hold."""
+
+    is_dense = False
+
+    def __init__(self, collection: EmbeddingCollection) -> None:
+        self._collection = collection
+        (self.dim,) = (config.dim for config in collection.table_configs.values())
+
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor) -> Tensor:
+        return through_collection(self._collection, ids, offsets, weights)
+
+
+def _grouped(table: _Reader, indices: Tensor, weights: Tensor | None, groups: Tensor, num_groups: int) -> Tensor:
+    """`[..., E, D]`."""
+    *leading, places = indices.shape
+    order, offsets = _by_group(groups.reshape(math.prod(leading), places), num_groups)
+    flat = None if weights is None else weights.reshape(-1)[order]
+    return table.sums(indices.reshape(-1)[order], flat, offsets).view(*leading, num_groups, table.dim)
 
 
 def _check_groups(groups: Tensor, indices: Tensor, num_groups: int) -> None:
@@ -100,10 +152,9 @@ def _by_group(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return order.flatten(), torch.cat([ends.new_zeros(1), ends])
 
 
-def _sliced(
-    params: Tensor, indices: Tensor, weights: Tensor, groups: Tensor | None, num_groups: int, policy: Policy
-) -> Tensor:
-    slices, (rows, dim) = weights.shape[0], params.shape
+def _check_slices(weights: Tensor, indices: Tensor, dim: int) -> int:
+    """How many slices there are scores of."""
+    slices = weights.shape[0]
     if weights.shape[1:] != indices.shape:
         raise ValueError(
             f"`weights` must have the shape of `indices`, {tuple(indices.shape)}, after the slices, got "
@@ -111,77 +162,34 @@ def _sliced(
         )
     if not slices or dim % slices:
         raise ValueError(f"`weights` must be of slices that divide the width of the table, {dim}, got {slices}")
+    return slices
+
+
+def _sliced(
+    rows: _Reader, slices: int, indices: Tensor, weights: Tensor, groups: Tensor, num_groups: int
+) -> Tensor:  # fmt: skip
+    """Sums with weights `[..., H, K]`, each for its slice of the rows."""
+    assert isinstance(rows, _Table)
+    count, dim = rows.table.shape
     # [rows * slices, dim / slices]: row `i` of slice `h` is row `i * slices + h`
-    table = params.contiguous().view(rows * slices, dim // slices)
+    table = _Table(rows.table.contiguous().view(count * slices, dim // slices), None, rows.policy)
     number = torch.arange(slices, device=indices.device)
     ids = indices.long()[..., None, :]
     # those outside of the table stay outside
-    ids = torch.where((ids >= 0) & (ids < rows), ids * slices + number[:, None], -1)
-    by_slice = weights.movedim(0, -2)
-    if groups is None:
-        out = grouped_gather_sum(table, ids, by_slice, out_of_range=policy)
-    else:
-        _check_groups(groups, indices, num_groups)
-        each = groups[..., None, :].expand(ids.shape)
-        # [..., H, E, D / H]
-        out = grouped_gather_sum(table, ids, by_slice, each, num_groups, out_of_range=policy).transpose(-3, -2)
-    return out.flatten(-2)
+    ids = torch.where((ids >= 0) & (ids < count), ids * slices + number[:, None], -1)
+    # [..., H, E, D / H]
+    out = _grouped(table, ids, weights, groups[..., None, :].expand(ids.shape), num_groups)
+    return out.transpose(-3, -2).flatten(-2)
 
 
-def remap_indices(
-    indices: Tensor, num_rows: int, method: Literal["mod", "shift", "hash"] = "mod", *, shift: int = 0, seed: int = 0
-) -> Tensor:
-    """Maps any integers to rows of a table.
-
-    Equivalent to `indices % num_rows` for "mod", `(indices + shift) % num_rows` for "shift"; "hash" mixes all bits of
-    an index with `seed` first (as splitmix64 does), so that different seeds share rows among different indices.
-
-    Args:
-        indices: integers of any shape.
-        num_rows: V.
-        method: "mod", "shift" or "hash".
-        shift: added for "shift", of either sign.
-        seed: of the "hash".
-
-    Returns:
-        int64 in `[0, num_rows)`, of the shape of `indices`.
-    """
-    if method not in REMAPS:
-        raise ValueError(f"`method` must be one of {', '.join(REMAPS)}, got {method!r}")
-    if num_rows < 1:
-        raise ValueError(f"`num_rows` must be at least 1, got {num_rows}")
-    read_indices("indices", indices[None])
-    ids = indices.long()
-    if method == "shift":
-        # both parts below num_rows, so that the sum does not overflow
-        ids = ids % num_rows + shift % num_rows
-    elif method == "hash":
-        ids = _mixed(ids, seed)
-    return ids % num_rows
-
-
-def _mixed(ids: Tensor, seed: int) -> Tensor:
-    """The finishing steps of splitmix64; int64 products wrap around as unsigned ones do."""
-    ids = ids + _signed((seed + 1) * 0x9E3779B97F4A7C15)
-    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        # the mask makes an arithmetic shift a logical one
-        ids = (ids ^ ((ids >> bits) & ((1 << (64 - bits)) - 1))) * _signed(factor)
-    return ids ^ ((ids >> 31) & ((1 << 33) - 1))
-
-
-def _signed(number: int) -> int:
-    """The int64 of the same last 64 bits."""
-    number %= 1 << 64
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def virtual_rows(indices: Tensor, rows_per_group: int, num_rows: int, shift: int = 0) -> tuple[Tensor, Tensor]:
-    """UltraMem's virtual blocks: which group a virtual row belongs to, and which physical row stands for it.
-
-    Equivalent to `(indices // rows_per_group, (indices % rows_per_group + shift) % num_rows)`: `groups` and `indices`
-    of `grouped_gather_sum`.
-    """
-    if rows_per_group < 1:
-        raise ValueError(f"`rows_per_group` must be at least 1, got {rows_per_group}")
-    ids = indices.long()
-    return ids // rows_per_group, remap_indices(ids % rows_per_group, num_rows, "shift", shift=shift)
+def _sliced_after(
+    rows: _Reader, slices: int, indices: Tensor, weights: Tensor, groups: Tensor, num_groups: int
+) -> Tensor:  # fmt: skip
+    """The same, of whole rows summed for each slice, as optimizers know whole rows only."""
+    shape = weights.shape
+    out = _grouped(
+        rows, indices[..., None, :].expand(shape), weights, groups[..., None, :].expand(shape), num_groups
+    )  # fmt: skip
+    # [..., H, E, H, D / H], of which each slice takes its own
+    parts: Tensor = out.unflatten(-1, (slices, -1)).diagonal(dim1=-4, dim2=-2)
+    return parts.transpose(-2, -1).flatten(-2)

@@ -11,15 +11,10 @@ from torch import Tensor
 
 from ..backends import Policy
 from ..bag_arguments import FLOAT_TYPES
-from ..bags import Bags
 from ..collection import EmbeddingCollection
-from ..functions import is_transformed, is_watched
-from ..nest import rebuild
 from . import functions as gather_functions
-from .arguments import check_choices, check_table, checked, read_indices, read_vectors, read_weights
-from .functions import Sink
-from .masked import MaskedRows, check_row_mask
-from .sinks import CoalescedRows, IntoBuffer, opened_table
+from .arguments import check_choices, check_weights, checked, read_indices, read_vectors, read_weights
+from .tables import goes_through_collection, table_and_sink, through_collection
 
 
 def gather_reduce_sum(
@@ -64,9 +59,11 @@ def gather_reduce_sum(
     """
     ids, offsets, shape = read_indices("indices", indices)
     check_choices(grad, out_of_range)
-    if isinstance(params, EmbeddingCollection) and is_watched(ids) and params.update != "autograd" and row_mask is None:
-        return _through_collection(params, ids, offsets, weights, indices)
-    table, sink = _table("params", params, indices, grad, grad_into, row_mask)
+    if isinstance(params, EmbeddingCollection) and goes_through_collection(params, ids, row_mask):
+        check_weights("weights", weights, indices)
+        out = through_collection(params, ids, offsets, None if weights is None else weights.reshape(-1))
+        return out.view(*shape[:-1], out.shape[1])
+    table, sink = table_and_sink("params", params, indices, grad, grad_into, row_mask)
     flat = read_weights("weights", weights, indices, table)
     out = checked(
         lambda: gather_functions.gather_sum(table, flat, ids, offsets, out_of_range, sink), indices, table.shape[0]
@@ -81,6 +78,7 @@ def gather_dot(
     *,
     grad: Literal["dense", "sparse"] = "dense",
     grad_into: Tensor | None = None,
+    row_mask: Tensor | None = None,
     out_of_range: Policy = "raise",
 ) -> Tensor:
     """The dot products of each vector of `x` with rows of a table.
@@ -93,6 +91,7 @@ def gather_dot(
         indices: integers `[..., K]`, whose other dimensions are those of `x`.
         grad: as in `gather_reduce_sum`.
         grad_into: as in `gather_reduce_sum`.
+        row_mask: as in `gather_reduce_sum`.
         out_of_range: as in `gather_reduce_sum`; absent rows give 0.
 
     Returns:
@@ -103,7 +102,7 @@ def gather_dot(
     """
     ids, offsets, shape = read_indices("indices", indices)
     check_choices(grad, out_of_range)
-    rows, sink = _table("table", table, indices, grad, grad_into)
+    rows, sink = table_and_sink("table", table, indices, grad, grad_into, row_mask)
     vectors = read_vectors("x", x, indices, rows.shape[1])
     out = checked(
         lambda: gather_functions.gather_dot(rows, vectors, ids, offsets, out_of_range, sink), indices, rows.shape[0]
@@ -156,62 +155,3 @@ def scatter_rows(
         lambda: gather_functions.scatter_sum(vectors, flat, ids, offsets, num_rows, kind, out_of_range),
         indices, num_rows,
     )  # fmt: skip
-
-
-def _table(
-    name: str, given: Tensor | EmbeddingCollection, indices: Tensor, grad: str, buffer: Tensor | None,
-    row_mask: Tensor | None = None,
-) -> tuple[Tensor, Sink | None]:  # fmt: skip
-    """The table, and the sink of its gradient unless that is dense."""
-    sink: Sink | None = None
-    if isinstance(given, EmbeddingCollection):
-        if buffer is not None or grad != "dense":
-            raise ValueError(
-                f"`grad` and `grad_into` must be left out where `{name}` is a collection, whose `update` says it all"
-            )
-        table, sink = opened_table(given, name)
-    else:
-        table = given
-    check_table(name, table, indices.device)
-    if buffer is not None:
-        _check_buffer(name, table, buffer, grad)
-        sink = IntoBuffer(buffer)
-    elif grad == "sparse":
-        sink = CoalescedRows()
-    if row_mask is not None:
-        check_row_mask(row_mask, table)
-        sink = MaskedRows(row_mask, sink)
-    if sink is None or not (torch.is_grad_enabled() and table.requires_grad):
-        return table, None
-    if is_transformed() or is_watched(table, indices):
-        raise NotImplementedError(
-            f"inside of torch.func transforms and of torch.compile `{name}` can have dense gradients only: leave out "
-            '`grad`, `grad_into` and `row_mask`, and use a tensor or a collection with update="autograd"'
-        )
-    return table, sink
-
-
-def _check_buffer(name: str, table: Tensor, buffer: Tensor, grad: str) -> None:
-    if grad != "dense":
-        raise ValueError(f"`grad` must be left out where `grad_into` is given, got {grad!r}")
-    kinds = (torch.float32, torch.float64) if table.dtype != torch.float64 else (torch.float64,)
-    if buffer.dtype not in kinds:
-        raise TypeError(f"`grad_into` must be {kinds[0]} for tables of {table.dtype}, got {buffer.dtype}")
-    if buffer.shape != table.shape or buffer.device != table.device or not buffer.is_contiguous():
-        raise ValueError(
-            f"`grad_into` must be contiguous, of the shape {tuple(table.shape)} and on the device {table.device} of "
-            f"`{name}`, got {tuple(buffer.shape)} on {buffer.device}"
-        )
-
-
-def _through_collection(
-    collection: EmbeddingCollection, ids: Tensor, offsets: Tensor, weights: Tensor | None, indices: Tensor
-) -> Tensor:
-    """The same by the collection's own lookup, which graphs can hold."""
-    if weights is not None and weights.shape != indices.shape:
-        raise ValueError(
-            f"`weights` must have the shape of `indices`, {tuple(indices.shape)}, got {tuple(weights.shape)}"
-        )
-    bags = Bags(ids, offsets, None if weights is None else weights.reshape(-1))
-    out = collection.concatenated(rebuild(collection.features, iter([bags])))
-    return out.view(*indices.shape[:-1], out.shape[1])

@@ -13,7 +13,6 @@ from ...plan import T_RULE, PlannedFeature, plan_group
 from .. import ledger as ledgers
 from .. import one_table
 from ..backends import Csr, Update, accumulation_dtype, select
-from ..collection import EmbeddingCollection
 
 
 def refuse_second_derivative(grad: Tensor, weights: Tensor | None) -> None:
@@ -105,34 +104,3 @@ class IntoLedger:
         unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))
         csr = Csr(ids, offsets, weights, offsets.shape[0] - 1)
         self.slot.ledger.add(ledgers.Record(self.slot.group, self.slot.launch, csr, unscaled, grad))
-
-
-def opened_table(collection: EmbeddingCollection, name: str) -> tuple[Tensor, IntoLedger | None]:
-    """The only table of a collection, and the sink of its gradient if the collection's optimizer is to have it.
-
-    Tells the ledger that a backward is to come; the ledger may refuse.
-
-    Raises:
-        ValueError: a collection of more than one table or feature, or of another kind than plain sums of rows.
-    """
-    if len(collection._leaves) != 1:
-        raise ValueError(
-            f"`{name}` must be a tensor or a collection of one feature, got one of {len(collection._leaves)}"
-        )
-    config = collection._leaves[0][1]
-    if config.effective_combiner != "sum" or config.max_sequence_length:
-        raise ValueError(
-            f'`{name}` must be a collection whose feature has combiner="sum" and no `max_sequence_length`, got '
-            f"{config.effective_combiner!r} and {config.max_sequence_length}"
-        )
-    table = collection.tables[config.table.name or ""]
-    if collection.update == "autograd" or not (torch.is_grad_enabled() and table.requires_grad):
-        return table, None
-    if not collection._groups[0].arena.is_whole():
-        collection._link()
-        table = collection.tables[config.table.name or ""]
-    slot = ledgers.find(collection._launch(0, (1,))[0])
-    assert slot is not None
-    slot.ledger.check()
-    slot.ledger.opened()
-    return table, IntoLedger(slot)

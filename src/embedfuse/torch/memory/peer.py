@@ -68,12 +68,21 @@ class PEER(nn.Module):
         """Asks the experts; `mask` as in `ProductKeyMemory`."""
         check_input(x, self.dim, mask)
         x = without_padding(x, mask)
+        self._check_row_masks()
         scores, ids = self.keys(self.query(x, mask), mask)
         out = expert_lookup(
             x, self.down.source, self.up.source, ids.flatten(-2), scores.flatten(-2), self.activation,
-            None if self.gate is None else self.gate.source, out_of_range="drop",
+            None if self.gate is None else self.gate.source, row_mask=self.down.row_mask, out_of_range="drop",
         ).to(x.dtype)  # fmt: skip
         return without_padding(self.dropout(out), mask)
+
+    def _check_row_masks(self) -> None:
+        for name, table in (("up", self.up), ("gate", self.gate)):
+            if table is not None and table.row_mask is not None and table.row_mask is not self.down.row_mask:
+                raise ValueError(
+                    f"`row_mask` of `{name}` must be left to `down`, whose mask says which experts learn: assign it to "
+                    "`down.row_mask`"
+                )
 
     @property
     def flops_per_token(self) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gather.grouped import grouped_gather_sum, virtual_rows
+from ..gather.grouped import grouped_gather_sum
+from ..gather.remap import virtual_rows
 from .checks import check_choice, check_count, check_input, check_keys, check_rate
 from .norms import QUERY_NORMS, QueryNorm
 from .product_key import default_dim_key, without_padding
@@ -35,7 +36,7 @@ class UltraMem(nn.Module):
         blocks: virtual blocks, each with a projection of its own.
         slices: scores of a slot; must divide `dim_value`.
         dim_value: width of the rows; half of `dim`, or the multiple of `slices` below that, if None.
-        values: a `ValueTable` of `num_keys ** 2 / blocks` rows that learns by autograd; one of its own if None.
+        values: a `ValueTable` of `num_keys ** 2 / blocks` rows; one of its own, that learns by autograd, if None.
         query_norm: as that of `ProductKeyMemory`.
         margin: see `TuckerKeys`.
         dropout: of the output.
@@ -71,10 +72,6 @@ class UltraMem(nn.Module):
             deviation = math.sqrt(blocks / (2 * topk * heads))
             values = ValueTable(self.num_rows, width, initializer=_normal(deviation))
         self.values = checked_table("values", values, self.num_rows, width)
-        if self.values.update != "autograd":
-            raise ValueError(
-                f'`values` must have update="autograd", got {self.values.update!r}: sums by block know no other'
-            )
         self.project = nn.Parameter(torch.randn(blocks, width, dim) / math.sqrt(width))
         self.dropout = nn.Dropout(dropout)
 
@@ -86,7 +83,9 @@ class UltraMem(nn.Module):
         ids, scores = ids.flatten(-2), scores.flatten(-2)
         blocks, rows = virtual_rows(ids.clamp(min=0), self.num_rows, self.num_rows)
         rows = torch.where(ids < 0, -1, rows)
-        summed = grouped_gather_sum(self.values.weight, rows, scores, blocks, self.blocks, out_of_range="drop")
+        summed = grouped_gather_sum(
+            self.values.source, rows, scores, blocks, self.blocks, row_mask=self.values.row_mask, out_of_range="drop"
+        )
         out = torch.einsum("...ed,edo->...o", summed.to(x.dtype), self.project)
         return without_padding(self.dropout(out), mask)
 

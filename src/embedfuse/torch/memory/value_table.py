@@ -21,7 +21,8 @@ class ValueTable(nn.Module):
     dimensions and without the gathered rows in memory. The rows are the one table of an `EmbeddingCollection`, so
     everything that steps those steps these.
 
-    Assign bool `[num_rows]` to `row_mask`, and only rows where it is True learn; the others are read as ever.
+    Assign bool `[num_rows]` to `row_mask`, and only rows where it is True learn; the others are read as ever. (The
+    experts of a `PEER` learn as the mask of its `down` says.)
 
     Args:
         num_rows: of the table.
