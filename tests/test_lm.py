@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from embedfuse import cli
+from embedfuse.data.python_text import LEAST, Text, TextFacts, is_held_out, load_installed_text, load_stdlib_text
 from embedfuse.data.schema import DataError
-from embedfuse.data.stdlib_text import LEAST, Text, TextFacts, is_held_out, load_stdlib_text
 from embedfuse.models.byte_lm import ByteShape
 from embedfuse.torch import use_backend
 from embedfuse.torch.memory import ProductKeyMemory
@@ -90,6 +90,21 @@ def test_names_decide_what_is_held_out(tmp_path: Path) -> None:
     assert b"m13.py" in found.held_out.tobytes()
     with pytest.raises(DataError, match="must hold text of at least 20,000 bytes to train on"):
         load_stdlib_text(tmp_path / "test")
+
+
+def test_a_file_of_installed_packages_is_read_once(tmp_path: Path) -> None:
+    names = ["m0.py", "m4.py", "sub/m5.py", "pip/m7.py", "_vendor/m8.py", "tests/m9.py"]
+    for folder in ("stdlib", "packages"):
+        for name in names:
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(name.encode() * LEAST)
+    (tmp_path / "packages" / "m6.py").write_bytes(b"another" * LEAST)
+    found = load_installed_text([tmp_path / "stdlib", tmp_path / "packages"])
+    assert [is_held_out(name) for name in ("m0.py", "m4.py", "sub/m5.py", "m6.py")] == [False, True, False, True]
+    assert (found.facts.train_files, found.facts.held_out_files) == (2, 2)
+    assert found.train.tobytes() == b"m0.py" * LEAST + b"\0" + b"sub/m5.py" * LEAST + b"\0"
+    assert found.held_out.tobytes() == b"m4.py" * LEAST + b"\0" + b"another" * LEAST + b"\0"
 
 
 def test_batches_depend_on_seed_and_step_alone() -> None:
@@ -195,6 +210,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--memory-layer", "9"], "`memory_layer` must be from 0 to 3, got 9"),
         (["--topk", "200"], "`topk` must be at most `num_keys`"),
         (["--device", "tpu"], "`device` must be cpu, cuda or cuda:N, got 'tpu'"),
+        (["--text", "poems"], "Invalid value for '--text'"),
         (["--threads", "0"], "`threads` must be at least 1, got 0"),
     ],
 )

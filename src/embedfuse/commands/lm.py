@@ -7,6 +7,13 @@ from typing import Annotated, Any
 import typer
 
 
+class Text(StrEnum):
+    """Choices of --text."""
+
+    STDLIB = "stdlib"
+    INSTALLED = "installed"
+
+
 class Preset(StrEnum):
     """Choices of --preset."""
 
@@ -37,6 +44,12 @@ def lm(
     value_learning_rate: Annotated[
         float | None, typer.Option("--value-learning-rate", "--value-lr", help="Of the memory's rows.")
     ] = None,
+    text: Annotated[
+        Text | None,
+        typer.Option(
+            help="What to read: Python's standard library, or all installed packages, too. [default: by --preset]"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights and the order of the text.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. [default: by --preset]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: torch's choice]")] = None,
@@ -44,9 +57,10 @@ def lm(
 ) -> None:
     """Train a small language model twice: with a feed-forward block, and with a memory in its place.
 
-    The model predicts the next byte of Python's own standard library, which is on this machine already; some files are
-    held out to test on. A memory layer looks up a few rows of a large table for each byte, so it has many more
-    parameters at about the same work. Fewer bits per held-out byte are better. Nothing is downloaded.
+    The model predicts the next byte of Python's own standard library (on a GPU also of the packages installed beside
+    it), which is on this machine already; some files are held out to test on. A memory layer looks up a few rows of a
+    large table for each byte, so it has many more parameters at about the same work. Fewer bits per held-out byte are
+    better. Nothing is downloaded.
 
     \b
     Examples:
@@ -59,6 +73,7 @@ def lm(
         "steps": steps, "batch_size": batch_size, "context": context, "dim": dim, "layers": layers,
         "memory_layer": memory_layer, "num_keys": num_keys, "memory_heads": memory_heads, "topk": topk,
         "learning_rate": learning_rate, "value_learning_rate": value_learning_rate, "seed": seed, "device": device,
+        "text": None if text is None else text.value,
     }  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
     raise typer.Exit(lm_command(preset.value, chosen, out, threads))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import __version__
-from ..data.stdlib_text import Text, load_stdlib_text
+from ..data.python_text import Text, load_text
 from ..torch.backends import select
 from .lm_loop import LanguageReport, LanguageTrainer
 from .lm_model import KINDS, differing_block, make_model
@@ -45,13 +45,13 @@ def run_language(
         settings: the run.
         out: folder of its files, made if missing.
         screen: where it tells how it goes.
-        text: what to learn; the standard library's if None.
+        text: what to learn; what the settings say if None.
 
     Raises:
         DataError: no text on this machine.
         DivergedError: a loss that is not finite.
     """
-    text = load_stdlib_text() if text is None else text
+    text = load_text(settings.text) if text is None else text
     facts = text.facts
     screen.say(
         f"{facts.source}: {facts.train_files:,} files with {facts.train_bytes:,} bytes to train on, "

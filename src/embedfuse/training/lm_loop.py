@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.stdlib_text import Text
+from ..data.python_text import Text
 from ..torch.memory import SlotUse, record_usage
 from .lm_model import Kind, bits_per_byte, differing_block, make_model, make_optimizers, next_byte_loss, rate_factor
 from .lm_settings import LanguageSettings

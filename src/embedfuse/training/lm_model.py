@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..data.stdlib_text import Text
+from ..data.python_text import Text
 from ..models.byte_lm import ByteLM
 from ..optim import Adam
 from ..torch.memory import ProductKeyMemory, ValueTable, param_groups

@@ -3,13 +3,14 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..data.python_text import TEXTS
 from ..models.byte_lm import ByteShape
 
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {},
     "gpu": {
         "steps": 3000, "batch_size": 64, "context": 512, "dim": 512, "layers": 8, "heads": 8, "num_keys": 512,
-        "memory_heads": 4, "topk": 32, "device": "cuda", "learning_rate": 1e-3,
+        "memory_heads": 4, "topk": 32, "device": "cuda", "learning_rate": 1e-3, "text": "installed",
     },
 }  # fmt: skip
 """By name: "cpu" takes a few minutes on two cores, "gpu" is for a GPU with 16 GiB or more."""
@@ -30,6 +31,7 @@ class LanguageSettings:
         value_learning_rate: of the rows.
         windows: held-out windows of the last evaluation.
         evaluations: how many there are on the way.
+        text: one of `data.python_text.TEXTS`.
         seed: of the first weights and the order of the text.
         device: "cpu", "cuda", ….
     """
@@ -49,6 +51,7 @@ class LanguageSettings:
     value_learning_rate: float = 3e-2
     windows: int = 512
     evaluations: int = 5
+    text: str = "stdlib"
     seed: int = 0
     device: str = "cpu"
 
@@ -62,6 +65,8 @@ class LanguageSettings:
         for name in ("learning_rate", "value_learning_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}")
+        if self.text not in TEXTS:
+            raise ValueError(f"`text` must be one of {', '.join(TEXTS)}, got {self.text!r}")
         if not 0 <= self.memory_position < self.layers:
             raise ValueError(f"`memory_layer` must be from 0 to {self.layers - 1}, got {self.memory_layer}")
         # raises what it finds wrong with the sizes

@@ -1,8 +1,8 @@
-"""Real text that every machine with Python has: the sources and texts of Python's standard library, as bytes."""
+"""Real text that every machine with Python has, as bytes: the sources and texts of its standard library and packages."""
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 from .schema import DataError
 
 SUFFIXES = (".py", ".txt", ".rst", ".html")
+TEXTS = ("stdlib", "installed")
+"""The standard library; or that and all packages installed beside it, some ten times as much where PyTorch is."""
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+COPIES = frozenset({"pip", "vendor", "_vendor", "extern"})
+"""Folders of packages that hold copies of others."""
 HELD_OUT = 10
 """One file of so many is held out."""
 LEAST = 20_000
@@ -59,6 +63,15 @@ class Text:
         return made
 
 
+def load_text(which: str) -> Text:
+    """That of one of `TEXTS`.
+
+    Raises:
+        DataError: too little text on this machine.
+    """
+    return load_stdlib_text() if which == "stdlib" else load_installed_text()
+
+
 def load_stdlib_text(root: Path | None = None) -> Text:
     """Reads the standard library of the running Python, in the order of file names; its tests are left out.
 
@@ -70,9 +83,49 @@ def load_stdlib_text(root: Path | None = None) -> Text:
     Raises:
         DataError: too little text there.
     """
-    folder = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    folder = _stdlib() if root is None else root
+    return _parted(_files(folder), str(folder), _source() if root is None else folder.name)
+
+
+def load_installed_text(roots: Sequence[Path] | None = None) -> Text:
+    """Reads the standard library and the packages installed beside it; a file with the content of another once only.
+
+    Args:
+        roots: other folders to read, one after the other.
+
+    Raises:
+        DataError: too little text there.
+    """
+    folders = [_stdlib(), *_packages()] if roots is None else list(roots)
+    source = f"{_source()} and the packages installed beside it" if roots is None else folders[0].name
+    return _parted(_different(folders), " and ".join(map(str, folders)), source)
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _packages() -> list[Path]:
+    return list(dict.fromkeys(Path(sysconfig.get_paths()[kind]) for kind in ("purelib", "platlib")))
+
+
+def _source() -> str:
+    return f"the standard library of Python {sysconfig.get_python_version()}"
+
+
+def _different(folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    seen: set[bytes] = set()
+    for folder in folders:
+        for name, content in _files(folder, LEFT_OUT | COPIES):
+            digest = hashlib.sha256(content).digest()
+            if digest not in seen:
+                seen.add(digest)
+                yield name, content
+
+
+def _parted(files: Iterable[tuple[str, bytes]], folder: str, source: str) -> Text:
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for name, content in _files(folder):
+    for name, content in files:
         parts[is_held_out(name)].append(content + SEPARATOR)
     train, held_out = (np.frombuffer(b"".join(parts[kind]), np.uint8) for kind in (False, True))
     if min(len(train), len(held_out)) < LEAST:
@@ -80,7 +133,6 @@ def load_stdlib_text(root: Path | None = None) -> Text:
             f"{folder} must hold text of at least {LEAST:,} bytes to train on and as many to hold out, got "
             f"{len(train):,} and {len(held_out):,}: use a Python that comes with the sources of its standard library"
         )
-    source = f"the standard library of Python {sysconfig.get_python_version()}" if root is None else folder.name
     return Text(train, held_out, TextFacts(source, len(parts[False]), len(train), len(parts[True]), len(held_out)))
 
 
@@ -89,12 +141,12 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % HELD_OUT == 0
 
 
-def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
+def _files(folder: Path, left_out: frozenset[str] = LEFT_OUT) -> Iterator[tuple[str, bytes]]:
     names = sorted(
         path.relative_to(folder).as_posix()
         for suffix in SUFFIXES
         for path in folder.rglob(f"*{suffix}")
-        if not LEFT_OUT & set(path.relative_to(folder).parts) and path.is_file()
+        if not left_out & set(path.relative_to(folder).parts) and path.is_file()
     )
     for name in names:
         yield name, (folder / name).read_bytes()
