@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has, as bytes: the sources and texts of its standard library and packages."""
+"""Real text that every machine with Python has, as bytes: sources and texts of its standard library and packages."""
 
 import hashlib
 import sysconfig
