@@ -160,7 +160,8 @@ def test_defaults_and_lengths_of_rows_and_export():
     joined = JoinedBags.join(batch)
     for name, out in collection(batch).items():
         assert torch.equal(collection(joined)[name], out)
-    program = torch.export.export(collection, (joined,))
+    size = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(collection, (joined,), dynamic_shapes=([[size, size, None]],))
     other = JoinedBags.join({name: Bags.from_lists([[7]] * 4) for name in features})
     for name, out in collection(other).items():
         torch.testing.assert_close(program.module()(other)[name], out)

@@ -35,7 +35,8 @@ def dots_of(p_table, o_row, p_x, o_x, counts, dim, ALIGN: tl.constexpr, ROWS: tl
         m_column = column // ALIGN * ALIGN < dim
         x = tl.load(p_x + o_x + column, mask=m_column, other=0.0).to(tl.float32)
         row = tl.load(p_table + o_row + column[None, :], mask=counts[:, None] & m_column[None, :], other=0.0)
-        total += row.to(tl.float32) * x[None, :]
+        # an absent row gives 0, also where `x` is infinite
+        total += tl.where(counts[:, None], row.to(tl.float32) * x[None, :], 0.0)
         first += BLOCK_D
     return tl.sum(total, axis=1)
 

@@ -6,6 +6,7 @@ from .bags import Bags, SparseIds
 from .checkpoint import load, save
 from .collection import EmbeddingCollection
 from .embedding_bag import EmbeddingBag, embedding_bag
+from .exported import pack_tables
 from .gather import (
     expert_lookup,
     gather_dot,
@@ -66,6 +67,7 @@ __all__ = [
     "load",
     "load_memory",
     "memory_positions",
+    "pack_tables",
     "param_groups",
     "place_memories",
     "plot_usage",

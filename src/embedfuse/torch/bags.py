@@ -13,11 +13,12 @@ from .bag_checks import (
     check_jagged,
     check_offsets,
     check_same_lengths,
+    check_sparse_values,
     check_weights,
     flattened,
     ids_of,
 )
-from .compiling import mark_dynamic
+from .compiling import mark_dynamic, mark_static
 
 
 class Bags:
@@ -213,7 +214,7 @@ class SparseIds:
 
     def __init__(self, indices: Tensor, values: Tensor, dense_shape: Sequence[int] | Tensor) -> None:
         check_ids("indices", indices)
-        check_ids("values", values)
+        check_sparse_values(values)
         if values.dim() != 1:
             raise ValueError(f"`values` must have one dimension, [nnz], got shape {tuple(values.shape)}")
         try:
@@ -327,13 +328,21 @@ def _from_list_array(name: str, column: Any) -> tuple[Tensor, Tensor]:
         raise TypeError(f"`{name}` must hold lists of numbers, got {column.type}: hash or look up strings") from error
 
 
+def _tensors(bags: Bags) -> list[Tensor | None]:
+    tensors = [bags.ids, bags.offsets, bags.weights]
+    mark_static(*tensors)
+    return tensors
+
+
+# a saved export holds examples of its inputs
+torch.serialization.add_safe_globals([Bags])
 # lets torch.export, vmap and DataLoader workers see the tensors inside
 torch.utils._pytree.register_pytree_node(
     Bags,
-    lambda bags: ([bags.ids, bags.offsets, bags.weights], None),
+    lambda bags: (_tensors(bags), None),
     lambda children, _context: _unchecked(*children),
     flatten_with_keys_fn=lambda bags: (
-        [(torch.utils._pytree.GetAttrKey(name), getattr(bags, name)) for name in Bags.__slots__],
+        [(torch.utils._pytree.GetAttrKey(n), t) for n, t in zip(Bags.__slots__, _tensors(bags), strict=True)],
         None,
     ),
     serialized_type_name="embedfuse.torch.Bags",

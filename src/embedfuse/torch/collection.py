@@ -202,7 +202,7 @@ class EmbeddingCollection(nn.Module):
             return piece
         return piece[: part.bags].reshape(*part.shape, dim)
 
-    def _lookup(self, number: int, parts: Sequence[Part]) -> Tensor:
+    def _lookup(self, number: int, parts: Sequence[Part], policy: Policy | None = None) -> Tensor:
         group = self._groups[number]
         arena = group.arena
         functional = self.update == "autograd" and (is_transformed() or not arena.is_own())
@@ -216,19 +216,19 @@ class EmbeddingCollection(nn.Module):
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
             )
         slot_number, launch = self._launch(number, *forms_of(parts))
-        if is_exporting():
-            # an exported program outlives the collection
-            slot_number = 0
-        policy: Policy = self.out_of_range
+        exporting = is_exporting()
+        # an exported program outlives the collection
+        slot_number = 0 if exporting else slot_number
+        policy = self.out_of_range if policy is None else policy
         if launch.has_defaults:
             ids, offsets, weights = prepared(launch.features, ids, offsets, weights, bags, policy, slot_number)
             policy = "drop"
             ids = without_fillers(ids, offsets, parts, bags)
         watched = is_watched(ids, buffer)
         learns = torch.is_grad_enabled() and (watched or any(table.requires_grad for table in arena.parameters))
-        if not learns and not functional:
+        if not (learns or functional or exporting):
             tables, starts = [buffer], [0]
-        elif self.update == "autograd":
+        elif self.update == "autograd" or exporting:
             tables, starts = list(arena.parameters), arena.starts
         else:
             return self._lookup_for_update(slot_number, launch, buffer, ids, offsets, weights, bags, policy, watched)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+_MARK = "_dynamo_weak_dynamic_indices"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -23,6 +24,13 @@ def constant_in_graphs(function: Function) -> Function:
 def is_exporting() -> bool:
     """`torch.compiler.is_exporting()`, which the Dynamo of torch 2.11 takes for true whenever it compiles."""
     return torch.compiler.is_exporting()
+
+
+def mark_static(*tensors: Tensor | None) -> None:
+    """Takes back what `mark_dynamic` did: to torch.export sizes are what its caller says, and only those load again."""
+    for tensor in tensors:
+        if hasattr(tensor, _MARK):
+            delattr(tensor, _MARK)
 
 
 def mark_dynamic(*tensors: Tensor | None) -> None:

@@ -164,6 +164,7 @@ def parts_of_joined(joined: JoinedBags, own: Joinable) -> list[Part]:
     return [Part(joined.ids, joined.offsets, joined.weights, bags, 1, (bags,), joined=True)] * count
 
 
+torch.serialization.add_safe_globals([JoinedBags])
 # lets torch.export, vmap and DataLoader workers see the tensors inside
 torch.utils._pytree.register_pytree_node(
     JoinedBags,

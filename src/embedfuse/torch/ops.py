@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ledger
 from .backends import BadId, Csr, Policy, Rows, accumulation_dtype, select
+from .exported import warn_of_copies
 from .zero_pages import zero_pages
 
 _lib = torch.library.Library("embedfuse", "DEF")
@@ -120,6 +121,8 @@ def _pooled_lookup(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # a collection's own tables come as its flat buffer
     table = _buffer(tables[0], owner) if tables[0].dim() == 1 else base_of(tables, starts, size)
+    if not owner and len(tables) > 1 and table.untyped_storage().data_ptr() != tables[0].untyped_storage().data_ptr():
+        warn_of_copies()
     return look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
 
 

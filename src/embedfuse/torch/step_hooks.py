@@ -4,6 +4,7 @@ Torch wraps the `step` of every optimizer in a name for its profiler and two loo
 much as the launch of a kernel.
 """
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -20,10 +21,26 @@ def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def either(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # as they were given: hooks see them, and may change them
-        return (hooked if _is_watched(self) else step)(self, *args, **kwargs)
+        return _outside_of_graphs(hooked if _is_watched(self) else step)(self, *args, **kwargs)
 
     either.hooked = True  # type: ignore[attr-defined]
     return either
+
+
+_outside: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _outside_of_graphs(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that breaks the graph of a compiled function which calls it: no graph can hold what it does.
+
+    `torch.compiler.disable` alone would import the whole compiler, for seconds, where nobody compiles.
+    """
+    disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+    if disable is None:
+        return step
+    if step not in _outside:
+        _outside[step] = disable(step)
+    return _outside[step]
 
 
 def _is_watched(optimizer: Optimizer) -> bool:

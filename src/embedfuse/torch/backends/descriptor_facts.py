@@ -4,6 +4,7 @@ Read once for each descriptor tensor, which makes the host wait once; after that
 must be kept from call to call, and be changed through PyTorch (which counts versions) or not at all.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -75,6 +76,7 @@ class TableFacts:
 
 T = TypeVar("T")
 _known: dict[tuple[Any, ...], tuple[StorageWeakRef, Any]] = {}
+_changing = threading.Lock()
 
 
 def feature_facts(features: Tensor) -> FeatureFacts:
@@ -106,10 +108,13 @@ def _facts(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
             raise RuntimeError(
                 "the first lookup of these features cannot be captured in a CUDA graph: run one batch before capturing"
             )
-        for old in [old for old, (reference, _) in _known.items() if reference.expired()]:
-            del _known[old]
         # the weak reference keeps the address, hence the key, from being used again
-        entry = _known[key] = (StorageWeakRef(tensor.untyped_storage()), read(tensor))
+        entry = (StorageWeakRef(tensor.untyped_storage()), read(tensor))
+        with _changing:
+            for old in [old for old, (reference, _) in _known.items() if reference.expired()]:
+                del _known[old]
+            # another thread's, if it was quicker: launches are kept there
+            entry = _known.setdefault(key, entry)
     facts: T = entry[1]
     return facts
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ def read_weights(
 
 def check_weights(name: str, weights: Tensor | None, indices: Tensor) -> None:
     """Raises unless there is a weight for each index, or none at all."""
+    if weights is not None:
+        check_tensor(name, weights)
     if weights is not None and weights.shape != indices.shape:
         raise ValueError(
             f"`{name}` must have the shape of `indices`, {tuple(indices.shape)}, got {tuple(weights.shape)}"
@@ -51,6 +54,7 @@ def check_weights(name: str, weights: Tensor | None, indices: Tensor) -> None:
 
 def read_vectors(name: str, x: Tensor, indices: Tensor, dim: int | None) -> Tensor:
     """`[..., D]` as `[B, D]`, a view if it can be one."""
+    check_tensor(name, x)
     if x.dim() != indices.dim() or x.shape[:-1] != indices.shape[:-1]:
         raise ValueError(
             f"`{name}` must have the dimensions of `indices` but for the last, {[*indices.shape[:-1], 'D']}, got shape "
@@ -62,7 +66,14 @@ def read_vectors(name: str, x: Tensor, indices: Tensor, dim: int | None) -> Tens
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def check_tensor(name: str, given: Any) -> None:
+    """Raises unless it is a tensor."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(given).__name__}: convert with torch.tensor")
+
+
 def check_floats(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raises unless `tensor` is one of floats on that device."""
     if tensor.dtype not in FLOAT_TYPES:
         raise TypeError(f"`{name}` must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
     if tensor.device != device:
@@ -78,20 +89,23 @@ def check_choices(grad: str, out_of_range: str) -> None:
 
 def check_table(name: str, table: Tensor, device: torch.device) -> None:
     """Raises unless `table` is `[V, D]` of a float dtype on the device."""
+    check_tensor(name, table)
     if table.dim() != 2:
         raise ValueError(f"`{name}` must be [V, D], got shape {tuple(table.shape)}")
     check_floats(name, table, device)
 
 
-def checked(run: Callable[[], Tensor], indices: Tensor, rows: int) -> Tensor:
-    """`run()`, with a bad id named by its place in `indices`."""
+def checked(run: Callable[[], Tensor], indices: Tensor, rows: int, places: Tensor | None = None) -> Tensor:
+    """`run()`, with a bad id named by its place in `indices`; `places` are those of the ids, if not in order."""
     try:
         return run()
     except BadId as error:
-        if is_transformed() or error.position >= indices.numel():
+        position = error.position
+        if is_transformed() or position >= (indices if places is None else places).numel():
             place, value = "", ""
         else:
-            at = [int(number) for number in torch.unravel_index(torch.tensor(error.position), indices.shape)]
+            flat = torch.tensor(position if places is None else int(places[position]))
+            at = [int(number) for number in torch.unravel_index(flat, indices.shape)]
             place, value = f" at indices{at}", f"{int(indices[tuple(at)])}"
         raise IndexError(
             f"`indices` must lie in [0, {rows}), the rows of the table, got {value or 'another'}{place}: clean them, "

@@ -10,7 +10,17 @@ from ..backends import Policy, accumulation_dtype, select
 from ..collection import EmbeddingCollection
 from ..functions import is_transformed, is_watched
 from . import functions as gather_functions
-from .arguments import check_table, checked, read_indices, read_vectors, read_weights
+from .arguments import (
+    check_choices,
+    check_floats,
+    check_table,
+    check_tensor,
+    check_weights,
+    checked,
+    read_indices,
+    read_vectors,
+    read_weights,
+)
 from .bodies import refuse_bad_ids
 from .primitives import gather_dot, gather_reduce_sum
 
@@ -59,10 +69,12 @@ def expert_lookup(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if scores.shape != indices.shape:
-        raise ValueError(
-            f"`scores` must have the shape of `indices`, {tuple(indices.shape)}, got {tuple(scores.shape)}"
-        )
+    check_choices("dense", out_of_range)
+    read_indices("indices", indices)
+    check_weights("scores", scores, indices)
+    for name, given in (("x", x), ("scores", scores)):
+        check_tensor(name, given)
+        check_floats(name, given, indices.device)
     tables = [table for table in (down, up, gate) if table is not None]
     if not any(isinstance(table, EmbeddingCollection) for table in tables):
         _check_tables(x, down, up, gate, indices)
@@ -157,7 +169,7 @@ class _ExpertLookup(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         from ..backends import triton_memory
 
-        refuse_bad_ids(ids.view(-1), down.shape[0], policy)
+        refuse_bad_ids(ids.reshape(-1), down.shape[0], policy)
         out, dots, gates = triton_memory.expert_lookup(x, down, gate, up, ids, scores, activation)
         ctx.activation = activation
         ctx.save_for_backward(x, down, up, scores, gate, ids, dots, gates)

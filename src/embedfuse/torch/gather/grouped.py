@@ -14,9 +14,9 @@ from ..backends import Policy
 from ..collection import EmbeddingCollection
 from ..functions import is_transformed, is_watched
 from . import functions as gather_functions
-from .arguments import check_weights, checked, read_indices, read_weights
+from .arguments import check_choices, check_tensor, check_weights, checked, read_indices, read_weights
 from .functions import Sink
-from .tables import goes_through_collection, table_and_sink, through_collection
+from .tables import goes_through_collection, open_for, table_and_sink, through_collection
 
 
 def grouped_gather_sum(
@@ -55,7 +55,8 @@ def grouped_gather_sum(
     Raises:
         IndexError, ValueError, TypeError: as `gather_reduce_sum`; on the CPU also a group out of range.
     """
-    ids, _, _ = read_indices("indices", indices)
+    ids, _, shape = read_indices("indices", indices)
+    check_choices("dense", out_of_range)
     if num_groups < 1:
         raise ValueError(f"`num_groups` must be at least 1, got {num_groups}")
     if groups is not None:
@@ -63,10 +64,15 @@ def grouped_gather_sum(
     elif num_groups != 1:
         raise ValueError(f"`groups` must be given for `num_groups={num_groups}`: the group of each reference")
     if isinstance(params, EmbeddingCollection) and goes_through_collection(params, ids, row_mask):
-        table: _Reader = _Collection(params)
+        table: _Reader = _Collection(params, out_of_range)
+        sink = None
     else:
-        table = _Table(*table_and_sink("params", params, indices, row_mask=row_mask), out_of_range)
+        whole, sink = table_and_sink("params", params, indices, row_mask=row_mask)
+        table = _Table(whole, sink, out_of_range, indices)
+    indices = ids.view(shape)
     each = torch.zeros_like(indices) if groups is None else groups
+    if weights is not None:
+        check_tensor("weights", weights)
     if weights is None or weights.dim() != indices.dim() + 1:
         check_weights("weights", weights, indices)
         out = _grouped(table, indices, weights, each, num_groups)
@@ -74,6 +80,7 @@ def grouped_gather_sum(
         slices = _check_slices(weights, indices, table.dim)
         sliced = _sliced if table.is_dense else _sliced_after
         out = sliced(table, slices, indices, weights.movedim(0, -2), each, num_groups)
+    open_for(sink)
     return out.squeeze(-2) if groups is None else out
 
 
@@ -83,23 +90,29 @@ class _Reader(Protocol):
     dim: int
     is_dense: bool  # whether their gradient is an ordinary tensor, which may be of any view of the table
 
-    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor) -> Tensor:
-        """Weighted sums of rows, `[bags, D]`; weights as they were given, but in the order of the ids."""
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, places: Tensor) -> Tensor:
+        """Weighted sums of rows, `[bags, D]`; weights as they were given, but in the order of the ids.
+
+        `places` are those of the ids among the indices that were given.
+        """
         ...
 
 
 class _Table:
     """A table, and the sink of its gradient."""
 
-    def __init__(self, table: Tensor, sink: Sink | None, policy: Policy) -> None:
-        self.table, self.policy, self._sink = table, policy, sink
+    def __init__(
+        self, table: Tensor, sink: Sink | None, policy: Policy, indices: Tensor, rows: int | None = None
+    ) -> None:  # fmt: skip
+        self.table, self.policy, self.indices, self._sink = table, policy, indices, sink
         self.dim, self.is_dense = table.shape[1], sink is None
+        self._rows = table.shape[0] if rows is None else rows  # that `indices` may name
 
-    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor) -> Tensor:
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, places: Tensor) -> Tensor:
         flat = read_weights("weights", weights, ids, self.table)
         return checked(
             lambda: gather_functions.gather_sum(self.table, flat, ids, offsets, self.policy, self._sink),
-            ids, self.table.shape[0],
+            self.indices, self._rows, places,
         )  # fmt: skip
 
 
@@ -108,23 +121,28 @@ class _Collection:
 
     is_dense = False
 
-    def __init__(self, collection: EmbeddingCollection) -> None:
-        self._collection = collection
+    def __init__(self, collection: EmbeddingCollection, policy: Policy) -> None:
+        self._collection, self._policy = collection, policy
         (self.dim,) = (config.dim for config in collection.table_configs.values())
 
-    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor) -> Tensor:
-        return through_collection(self._collection, ids, offsets, weights)
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, places: Tensor) -> Tensor:
+        return through_collection(self._collection, "params", ids, offsets, weights, self._policy)
 
 
-def _grouped(table: _Reader, indices: Tensor, weights: Tensor | None, groups: Tensor, num_groups: int) -> Tensor:
-    """`[..., E, D]`."""
-    *leading, places = indices.shape
-    order, offsets = _by_group(groups.reshape(math.prod(leading), places), num_groups)
+def _grouped(
+    table: _Reader, indices: Tensor, weights: Tensor | None, groups: Tensor, num_groups: int, slices: int = 1
+) -> Tensor:  # fmt: skip
+    """`[..., E, D]`; `indices` are those given, or `[..., H, K]` with each of them once for each of the slices."""
+    *leading, count = indices.shape
+    order, offsets = _by_group(groups.reshape(math.prod(leading), count), num_groups)
     flat = None if weights is None else weights.reshape(-1)[order]
-    return table.sums(indices.reshape(-1)[order], flat, offsets).view(*leading, num_groups, table.dim)
+    # of [..., H, K], its place in [..., K]
+    places = order if slices == 1 else order // (slices * count) * count + order % count
+    return table.sums(indices.reshape(-1)[order], flat, offsets, places).view(*leading, num_groups, table.dim)
 
 
 def _check_groups(groups: Tensor, indices: Tensor, num_groups: int) -> None:
+    check_tensor("groups", groups)
     if groups.shape != indices.shape:
         raise ValueError(
             f"`groups` must have the shape of `indices`, {tuple(indices.shape)}, got {tuple(groups.shape)}"
@@ -172,13 +190,14 @@ def _sliced(
     assert isinstance(rows, _Table)
     count, dim = rows.table.shape
     # [rows * slices, dim / slices]: row `i` of slice `h` is row `i * slices + h`
-    table = _Table(rows.table.contiguous().view(count * slices, dim // slices), None, rows.policy)
+    parts = rows.table.contiguous().view(count * slices, dim // slices)
+    table = _Table(parts, None, rows.policy, rows.indices, count)
     number = torch.arange(slices, device=indices.device)
     ids = indices.long()[..., None, :]
     # those outside of the table stay outside
     ids = torch.where((ids >= 0) & (ids < count), ids * slices + number[:, None], -1)
     # [..., H, E, D / H]
-    out = _grouped(table, ids, weights, groups[..., None, :].expand(ids.shape), num_groups)
+    out = _grouped(table, ids, weights, groups[..., None, :].expand(ids.shape), num_groups, slices)
     return out.transpose(-3, -2).flatten(-2)
 
 
@@ -187,9 +206,8 @@ def _sliced_after(
 ) -> Tensor:  # fmt: skip
     """The same, of whole rows summed for each slice, as optimizers know whole rows only."""
     shape = weights.shape
-    out = _grouped(
-        rows, indices[..., None, :].expand(shape), weights, groups[..., None, :].expand(shape), num_groups
-    )  # fmt: skip
+    ids, groups = (each[..., None, :].expand(shape) for each in (indices, groups))
+    out = _grouped(rows, ids, weights, groups, num_groups, slices)
     # [..., H, E, H, D / H], of which each slice takes its own
     parts: Tensor = out.unflatten(-1, (slices, -1)).diagonal(dim1=-4, dim2=-2)
     return parts.transpose(-2, -1).flatten(-2)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .arguments import check_tensor
 from .bodies import scatter_sum
 from .functions import Sink
 from .sinks import refuse_second_derivative
@@ -34,6 +35,7 @@ class MaskedRows:
 
 def check_row_mask(mask: Tensor, table: Tensor) -> None:
     """Raises unless `mask` is bool `[V]` on the device of the table."""
+    check_tensor("row_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"`row_mask` must be bool, True for rows that learn, got {mask.dtype}")
     if mask.shape != table.shape[:1] or mask.device != table.device:

@@ -14,7 +14,7 @@ from ..bag_arguments import FLOAT_TYPES
 from ..collection import EmbeddingCollection
 from . import functions as gather_functions
 from .arguments import check_choices, check_weights, checked, read_indices, read_vectors, read_weights
-from .tables import goes_through_collection, table_and_sink, through_collection
+from .tables import goes_through_collection, open_for, table_and_sink, through_collection
 
 
 def gather_reduce_sum(
@@ -61,13 +61,15 @@ def gather_reduce_sum(
     check_choices(grad, out_of_range)
     if isinstance(params, EmbeddingCollection) and goes_through_collection(params, ids, row_mask):
         check_weights("weights", weights, indices)
-        out = through_collection(params, ids, offsets, None if weights is None else weights.reshape(-1))
+        flat = None if weights is None else weights.reshape(-1)
+        out = through_collection(params, "params", ids, offsets, flat, out_of_range)
         return out.view(*shape[:-1], out.shape[1])
     table, sink = table_and_sink("params", params, indices, grad, grad_into, row_mask)
     flat = read_weights("weights", weights, indices, table)
     out = checked(
         lambda: gather_functions.gather_sum(table, flat, ids, offsets, out_of_range, sink), indices, table.shape[0]
     )
+    open_for(sink)
     return out.view(*shape[:-1], table.shape[1])
 
 
@@ -107,6 +109,7 @@ def gather_dot(
     out = checked(
         lambda: gather_functions.gather_dot(rows, vectors, ids, offsets, out_of_range, sink), indices, rows.shape[0]
     )
+    open_for(sink)
     return out.to(torch.promote_types(rows.dtype, x.dtype)).view(shape)
 
 

@@ -45,7 +45,8 @@ def product_topk(
         k: how many, from 1 to `n * m`.
 
     Returns:
-        `scores [..., k]`, falling, of the dtype that the inputs promote to; and `ids [..., k]`, int64: `a * m + b`, and
+        `scores [..., k]`, falling, of the dtype that the inputs promote to (those of more than two inputs fall before
+        they are rounded); and `ids [..., k]`, int64: `a * m + b`, and
         so on for more inputs (the last varies fastest).
 
     Raises:
@@ -207,7 +208,11 @@ def best_pairs(scores_a: Tensor, scores_b: Tensor, k: int) -> tuple[Tensor | Non
     if name == "cpu" and _engine_has_it():
         from ... import cpu
 
-        first, second = (scores if scores.stride(1) == 1 else scores.contiguous() for scores in (flat_a, flat_b))
+        first, second = (
+            # a single number of any stride counts as contiguous
+            scores if scores.stride(1) == 1 else scores.clone(memory_format=torch.contiguous_format)
+            for scores in (flat_a, flat_b)
+        )
         ids = torch.empty((*shape, k), dtype=torch.int64)
         cpu.product_topk(first, second, ids.view(-1, k), threads=torch.get_num_threads())
         return None, ids

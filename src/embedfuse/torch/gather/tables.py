@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from ...config import FeatureConfig
 from .. import ledger as ledgers
+from ..backends import Policy
 from ..bags import Bags
 from ..collection import EmbeddingCollection
 from ..functions import is_transformed, is_watched
 from ..nest import rebuild
-from .arguments import check_table
+from .arguments import check_table, check_tensor
 from .functions import Sink
 from .masked import MaskedRows, check_row_mask
 from .sinks import CoalescedRows, IntoBuffer, IntoLedger
@@ -25,7 +27,7 @@ def table_and_sink(
             raise ValueError(
                 f"`grad` and `grad_into` must be left out where `{name}` is a collection, whose `update` says it all"
             )
-        table, sink = _opened(given, name)
+        table, sink = _of_collection(given, name)
     else:
         table = given
     check_table(name, table, indices.device)
@@ -54,15 +56,43 @@ def goes_through_collection(given: Tensor | EmbeddingCollection, ids: Tensor, ro
     )
 
 
-def through_collection(collection: EmbeddingCollection, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+def through_collection(
+    collection: EmbeddingCollection, name: str, ids: Tensor, offsets: Tensor, weights: Tensor | None, policy: Policy
+) -> Tensor:
     """Weighted sums of rows, `[bags, D]`, by the collection's own lookup."""
-    return collection.concatenated(rebuild(collection.features, iter([Bags(ids, offsets, weights)])))
+    _check_collection(collection, name)
+    bags = rebuild(collection.features, iter([Bags(ids, offsets, weights)]))
+    return collection._lookup(0, collection._parts(bags), policy)
 
 
-def _opened(collection: EmbeddingCollection, name: str) -> tuple[Tensor, IntoLedger | None]:
+def open_for(sink: Sink | None) -> None:
+    """Tells the ledger of a lookup that has succeeded that its backward is to come; one that raises has none."""
+    if isinstance(sink, MaskedRows):
+        sink = sink.inner
+    if isinstance(sink, IntoLedger):
+        sink.slot.ledger.opened()
+
+
+def _of_collection(collection: EmbeddingCollection, name: str) -> tuple[Tensor, IntoLedger | None]:
     """The only table of a collection, and the sink of its gradient if the collection's optimizer is to have it.
 
-    Tells the ledger that a backward is to come; the ledger may refuse.
+    Asks the ledger, which may refuse; `open_for` tells it.
+    """
+    config = _check_collection(collection, name)
+    table = collection.tables[config.table.name or ""]
+    if collection.update == "autograd" or not (torch.is_grad_enabled() and table.requires_grad):
+        return table, None
+    if not collection._groups[0].arena.is_whole():
+        collection._link()
+        table = collection.tables[config.table.name or ""]
+    slot = ledgers.find(collection._launch(0, (1,))[0])
+    assert slot is not None
+    slot.ledger.check()
+    return table, IntoLedger(slot)
+
+
+def _check_collection(collection: EmbeddingCollection, name: str) -> FeatureConfig:
+    """The feature of a collection of one.
 
     Raises:
         ValueError: a collection of more than one table or feature, or of another kind than plain sums of rows.
@@ -77,20 +107,17 @@ def _opened(collection: EmbeddingCollection, name: str) -> tuple[Tensor, IntoLed
             f'`{name}` must be a collection whose feature has combiner="sum" and no `max_sequence_length`, got '
             f"{config.effective_combiner!r} and {config.max_sequence_length}"
         )
-    table = collection.tables[config.table.name or ""]
-    if collection.update == "autograd" or not (torch.is_grad_enabled() and table.requires_grad):
-        return table, None
-    if not collection._groups[0].arena.is_whole():
-        collection._link()
-        table = collection.tables[config.table.name or ""]
-    slot = ledgers.find(collection._launch(0, (1,))[0])
-    assert slot is not None
-    slot.ledger.check()
-    slot.ledger.opened()
-    return table, IntoLedger(slot)
+    for option, value in (("max_norm", config.table.max_norm), ("default_id", config.default_id)):
+        if value is not None:
+            raise ValueError(
+                f"`{name}` must be a collection of rows as they are, without `{option}`, got {value}: call the "
+                "collection itself, with bags"
+            )
+    return config
 
 
 def _check_buffer(name: str, table: Tensor, buffer: Tensor, grad: str) -> None:
+    check_tensor("grad_into", buffer)
     if grad != "dense":
         raise ValueError(f"`grad` must be left out where `grad_into` is given, got {grad!r}")
     kinds = (torch.float32, torch.float64) if table.dtype != torch.float64 else (torch.float64,)
