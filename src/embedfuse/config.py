@@ -9,6 +9,7 @@ from .combiners import COMBINERS
 from .optim import Optimizer, resolve
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+_TORCH_DTYPES = {f"torch.{name}": name for name in DTYPES}
 
 
 def _count(name: str, value: Any, least: int) -> int:
@@ -58,7 +59,8 @@ class TableConfig:
         optimizer: the table's own optimizer; None leaves it to the collection.
         combiner: how the rows of a bag become one, for features that do not say: "mean", "sum", "sqrtn", ….
         name: name in `state_dict()` and messages; `table_0`, `table_1`, … if None.
-        dtype: storage type, "float32", "float16", "bfloat16" or "float64". Sums are made in float32 at least.
+        dtype: storage type, "float32", "float16", "bfloat16" or "float64", or torch's of that name, which becomes the
+            word. Sums are made in float32 at least.
         stochastic_rounding: updates of a 16-bit table round up or down at random, so that steps smaller than the
             spacing of its numbers count on average; the same seed gives the same bits.
         max_norm: a row that is longer (Euclidean norm) is cut to this length whenever it is looked up, before weights
@@ -74,7 +76,7 @@ class TableConfig:
     optimizer: Optimizer | str | None = None
     combiner: str = "mean"
     name: str | None = None
-    dtype: str = "float32"
+    dtype: str | Any = "float32"
     stochastic_rounding: bool = False
     max_norm: float | None = None
 
@@ -88,6 +90,8 @@ class TableConfig:
             )
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "." in self.name):
             raise ValueError(f"`name` must be a non-empty string without dots, got {self.name!r}")
+        # by what it prints: torch is not imported here
+        object.__setattr__(self, "dtype", _TORCH_DTYPES.get(str(self.dtype), self.dtype))
         if self.dtype not in DTYPES:
             raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.stochastic_rounding and self.dtype not in ("float16", "bfloat16"):

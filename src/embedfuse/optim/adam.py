@@ -54,8 +54,9 @@ class Adam(Optimizer):
     `m ← β₁m + (1-β₁)g; v ← β₂v + (1-β₂)g²`, then with the defaults `w ← w - lr·m / √(v + ε²)`,
     with `sum_inside_sqrt=False` `w ← w - lr·m / (√v + ε)`,
     and with `bias_correction=True` `w ← w - lr·(m / (1-β₁ᵗ)) / (√(v / (1-β₂ᵗ)) + ε)`, where t counts the table's steps.
-    The last is equivalent to `torch.optim.Adam(lr, betas, eps)` where every row is looked up, and, where not, to
-    `torch.optim.SparseAdam` (lazy) or to `torch.optim.Adam` (not lazy).
+    The last is equivalent to `torch.optim.Adam(lr, betas, eps)` where every row is looked up, and, where not, to that
+    (not lazy) or to `torch.optim.SparseAdam` (lazy) but for ε, which SparseAdam adds before the correction,
+    `(√v + ε) / √(1-β₂ᵗ)`: where gradients are tiny, the steps differ.
 
     Args:
         beta_1: decay rate of the mean of g, in [0, 1).

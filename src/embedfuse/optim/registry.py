@@ -54,8 +54,9 @@ def resolve(optimizer: Optimizer | str | None) -> Optimizer | None:
 
 
 def _suggestion(name: str) -> str:
+    plain = name.lower().replace("_", "").replace("-", "")
     for known in OPTIMIZERS:
-        if known.lower() == name.lower():
+        if known.lower() == plain:
             return f"embedfuse.{known}()"
     return "embedfuse.Adagrad()"
 

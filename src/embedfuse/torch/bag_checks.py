@@ -16,6 +16,16 @@ def check_ids(name: str, ids: Tensor) -> None:
         raise TypeError(f"`{name}` must be int32 or int64, got {ids.dtype}: convert with `.long()`")
 
 
+def check_sparse_values(values: Tensor) -> None:
+    """Raises TypeError unless `values`, those of a `SparseIds`, are ids."""
+    if isinstance(values, Tensor) and values.dtype.is_floating_point:
+        raise TypeError(
+            f"`values` must be int32 or int64, got {values.dtype}: SparseIds holds ids; weights go in a plain tensor, "
+            "one for each id, or in a torch.sparse_coo_tensor. Convert with `.long()` only ids"
+        )
+    check_ids("values", values)
+
+
 def check_weights(weights: Tensor, ids: Tensor) -> None:
     """Raises unless `weights` are floats, of the shape of the ids and where these are."""
     if not isinstance(weights, Tensor) or not weights.dtype.is_floating_point:

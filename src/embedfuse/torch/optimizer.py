@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..optim import Optimizer, from_description, resolve
 from . import update
+from .learning_rates import LearningRates
 from .ledger import Record, learning
 from .pending import PendingGradient
 from .state import GroupState, ordinary_tensors
@@ -38,8 +39,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     the gradients up, so that stepping twice after one backward steps once; and `model.zero_grad()` does not reach them,
     only this optimizer's `zero_grad()` does.
 
-    There is one entry in `param_groups` for each distinct optimizer, with its learning rate under `"lr"`. State is
-    `state[table][slot]`, sharing memory with what the kernels use.
+    There is one entry in `param_groups` for each distinct optimizer, with its learning rate under `"lr"`; one that is a
+    function is called at each step, whatever a scheduler wrote there. State is `state[table][slot]`, sharing memory
+    with what the kernels use.
 
     Args:
         modules: collections, or modules that contain them.
@@ -92,6 +94,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._changes: list[int] = []
         super().__init__(groups, {})
         self._complete = True
+        self._rates = LearningRates(self._optimizers, self.param_groups)
         # tells GradScaler to hand over scale and inf flag as tensors, instead of waiting for the device
         self._step_supports_amp_scaling = True
         self._fill_state()
@@ -133,7 +136,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._settle()
         waiting = self._waiting()
         self._check(waiting)
-        rates = self._learning_rates()
+        rates = self._rates.now(self.param_groups)
         grad_scale, skip = self._scaling(waiting)
         work = [
             ready
@@ -158,7 +161,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         def apply(record: Record) -> None:
             with ordinary_tensors():
                 self._settle()
-                work = self._work(number, record.group, [record], self._learning_rates())
+                work = self._work(number, record.group, [record], self._rates.now(self.param_groups))
                 if work is not None:
                     _run(work, None, None)
 
@@ -195,12 +198,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 'as a penalty on its values gives, and not from a lookup. Use update="autograd" with a torch '
                 "optimizer, or `weight_decay_factor` of the optimizer, and set `.grad` to None"
             )
-
-    def _learning_rates(self) -> list[float]:
-        for optimizer, group in zip(self._optimizers, self.param_groups, strict=True):
-            if callable(optimizer.learning_rate):
-                group["lr"] = optimizer.current_learning_rate()
-        return [float(group["lr"]) for group in self.param_groups]
 
     def _scaling(self, waiting: list[Record]) -> tuple[Tensor | None, Tensor | None]:
         self._pending.keep_factors(waiting)
@@ -317,6 +314,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 target.copy_(value)
         for group, theirs in zip(self.param_groups, settings, strict=True):
             group.update(theirs)
+        self._rates.accept(self.param_groups)
 
     def checked(self, state_dict: dict[str, Any]) -> tuple[list[tuple[Tensor, Tensor]], list[dict[str, Any]]]:
         """What to copy where, and what each of our groups is to be; raises as `load_state_dict` does."""

@@ -15,24 +15,30 @@ def collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
         TypeError: something that is no module.
         ValueError: none, or one in "autograd" mode.
     """
-    found: dict[EmbeddingCollection, None] = {}
-    for module in modules:
+    found: dict[EmbeddingCollection, str] = {}
+    for place, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"`modules` must be modules, got {type(module).__name__}: give the model itself, FusedOptimizer(model)"
             )
-        for child in module.modules():
+        for path, child in module.named_modules():
             if isinstance(child, EmbeddingCollection):
-                found[child] = None
+                found.setdefault(child, path or f"modules[{place}]")
     if not found:
         raise ValueError("`modules` must contain at least one EmbeddingCollection, got none")
-    for collection in found:
-        if collection.update == "autograd":
-            raise ValueError(
-                'a collection with update="autograd" gives its tables ordinary gradients: use a torch optimizer over '
-                'its parameters, or update="step"'
-            )
-    return list(found)
+    ordinary = [path for collection, path in found.items() if collection.update == "autograd"]
+    if not ordinary:
+        return list(found)
+    if len(ordinary) == len(found):
+        raise ValueError(
+            'a collection with update="autograd" gives its tables ordinary gradients: use a torch optimizer over '
+            'its parameters, or update="step"'
+        )
+    raise ValueError(
+        f'`modules` must hold no collection with update="autograd", got one at {", ".join(ordinary)}, whose table has '
+        "ordinary gradients: give FusedOptimizer only the other modules, as FusedOptimizer(model.embeddings), or "
+        'create that one with update="step" (of a memory layer: its ValueTable)'
+    )
 
 
 def seed_of(collection: EmbeddingCollection, number: int, name: str, seed: int) -> int:

@@ -12,6 +12,7 @@ def param_groups(model: nn.Module, lr: float, value_lr: float, weight_decay: flo
 
     A row is read by few tokens of a batch, so it wants a higher rate: 1e-3 where the rest has 2.5e-4 is what the first
     product-key memories used. Tables with `update="step"` or `"backward"` are left out: a `FusedOptimizer` steps those.
+    A torch optimizer's own `weight_decay=` does not reach these groups, which carry theirs: give it here.
 
     Args:
         model: with or without memories; a shared table counts once.

@@ -150,9 +150,18 @@ def _counter(use: SlotUse) -> Any:
 
 
 def plot_usage(uses: Mapping[str, SlotUse], path: Path | str) -> None:
-    """Draws, for each memory, which part of all reads its most-read slots have; writes a picture."""
-    import matplotlib
+    """Draws, for each memory, which part of all reads its most-read slots have; writes a picture.
 
+    Raises:
+        ImportError: matplotlib is not installed; `pip install 'embedfuse[cli]'` brings it.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "`plot_usage` needs matplotlib, which is not installed: run  pip install 'embedfuse[cli]'  (in a checkout: "
+            "pip install '.[cli]')"
+        ) from error
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
 

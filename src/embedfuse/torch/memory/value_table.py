@@ -37,7 +37,7 @@ class ValueTable(nn.Module):
         device: where the table lives.
 
     Raises:
-        ValueError: a size below 1 or an unknown choice.
+        ValueError: a size below 1, an unknown choice, or an optimizer that would not be used.
     """
 
     def __init__(
@@ -46,6 +46,11 @@ class ValueTable(nn.Module):
         dtype: str = "float32", device: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if update == "autograd" and optimizer is not None:
+            raise ValueError(
+                '`optimizer` must be None with update="autograd", whose rows a torch optimizer steps, got '
+                f'{optimizer!r}: leave it out, or choose update="step" and FusedOptimizer(model)'
+            )
         fill = _normal if initializer is None else initializer
         table = TableConfig(num_rows, dim, fill, combiner="sum", name=NAME, dtype=dtype)
         # padding asks for row -1, which is to count as absent

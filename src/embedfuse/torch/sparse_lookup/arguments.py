@@ -130,7 +130,10 @@ def _flat_weights(ids: SparseIds, weights: Any) -> Tensor | None:
 def _check_weights(weights: Any, ids: Tensor) -> None:
     if not isinstance(weights, Tensor) or not weights.dtype.is_floating_point:
         kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
-        raise TypeError(f"`sparse_weights` must be a floating-point tensor or a sparse one, got {kind}")
+        raise TypeError(
+            f"`sparse_weights` must be a floating-point tensor or a sparse one, got {kind}: give a tensor of one "
+            "weight for each id"
+        )
     if weights.shape != ids.shape:
         raise ValueError(
             f"`sparse_weights` must have one weight for each of the {ids.shape[0]} ids, got shape "
