@@ -69,8 +69,7 @@ def take_turns(jobs: Sequence[Job], device: torch.device, rounds: int, progress:
     threads = torch.get_num_threads()
     for number in range(-WARM_UP, rounds):
         for clock in clocks:
-            # neither first nor last is always the same
-            for job in jobs[:: 1 if number % 2 else -1]:
+            for job in turns(jobs, number):
                 if job.error is not None:
                     continue
                 if job.threads:
@@ -83,6 +82,16 @@ def take_turns(jobs: Sequence[Job], device: torch.device, rounds: int, progress:
                     job.samples.clear()
         progress()
     torch.set_num_threads(threads)
+
+
+def turns(jobs: Sequence[Job], number: int) -> list[Job]:
+    """The jobs in the order of a round: each is first as often as the others, and after each of its neighbours.
+
+    Who is first finds the batch in memory, and the others in a cache.
+    """
+    first = number // 2 % len(jobs) if jobs else 0
+    order = [*jobs[first:], *jobs[:first]]
+    return order if number % 2 else order[::-1]
 
 
 def _first_line(error: BaseException) -> str:
