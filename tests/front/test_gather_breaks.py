@@ -84,8 +84,13 @@ def test_an_optimizer_may_step_inside_of_a_compiled_function() -> None:
         optimizer.zero_grad()
         return x + 1
 
-    assert torch.compile(run, backend="eager")(torch.ones(1)).tolist() == [2]
+    compiled = torch.compile(run, backend="eager")
+    assert compiled(torch.ones(1)).tolist() == [2]
     assert collection.tables["t"][:2, 0].tolist() == [0, 1]
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    compiled(torch.ones(1))
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-_MARK = "_dynamo_weak_dynamic_indices"
+# what torch's `maybe_mark_dynamic` leaves on a tensor, what its other functions do, and what we do
+_MARK, _ANY_MARK = "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"
+_OTHER_MARKS = {"_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices"}
+_OURS = "_embedfuse_marked"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -27,10 +30,13 @@ def is_exporting() -> bool:
 
 
 def mark_static(*tensors: Tensor | None) -> None:
-    """Takes back what `mark_dynamic` did: to torch.export sizes are what its caller says, and only those load again."""
+    """Takes back what `mark_dynamic` did: to torch.export sizes are what its caller says, or nothing loads again."""
     for tensor in tensors:
-        if hasattr(tensor, _MARK):
-            delattr(tensor, _MARK)
+        if hasattr(tensor, _OURS):
+            others = vars(tensor).keys() & _OTHER_MARKS
+            for name in (_OURS, _MARK, *([] if others else [_ANY_MARK])):
+                if hasattr(tensor, name):
+                    delattr(tensor, name)
 
 
 def mark_dynamic(*tensors: Tensor | None) -> None:
@@ -38,5 +44,7 @@ def mark_dynamic(*tensors: Tensor | None) -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         for tensor in tensors:
-            if tensor is not None:
+            # a tree may hold anything in their places
+            if isinstance(tensor, Tensor):
                 dynamo.maybe_mark_dynamic(tensor, 0)
+                setattr(tensor, _OURS, True)

@@ -18,10 +18,14 @@ def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """Makes of a `step` one that torch leaves alone, and that does all that torch's wrapper does."""
     hooked = Optimizer.profile_hook_step(step)
 
+    def chosen(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # as they were given: hooks see them, and may change them
+        return (hooked if _is_watched(self) else step)(self, *args, **kwargs)
+
     @wraps(step)
     def either(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # as they were given: hooks see them, and may change them
-        return _outside_of_graphs(hooked if _is_watched(self) else step)(self, *args, **kwargs)
+        # hooks may come after the function that calls this was compiled, so they are looked for outside of its graph
+        return _outside_of_graphs(chosen)(self, *args, **kwargs)
 
     either.hooked = True  # type: ignore[attr-defined]
     return either

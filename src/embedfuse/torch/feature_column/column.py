@@ -179,7 +179,9 @@ def categories_of(features: Features, key: str, wanted: Kind | None, column: str
 def check_batch(names: Iterable[str], sizes: Iterable[int]) -> None:
     """Raises ValueError unless all columns have one batch size."""
     found = dict(zip(names, sizes, strict=True))
-    if len(set(found.values())) > 1:
+    # no set: symbolic sizes have no hash, and would be fixed
+    first = next(iter(found.values()), 0)
+    if any(size != first for size in found.values()):
         raise ValueError(f"`features` must have one batch size, got {found} for the columns")
 
 

@@ -8,6 +8,7 @@ from .. import ledger as ledgers
 from ..backends import Policy
 from ..bags import Bags
 from ..collection import EmbeddingCollection
+from ..compiling import is_exporting
 from ..functions import is_transformed, is_watched
 from ..nest import rebuild
 from .arguments import check_table, check_tensor
@@ -27,7 +28,7 @@ def table_and_sink(
             raise ValueError(
                 f"`grad` and `grad_into` must be left out where `{name}` is a collection, whose `update` says it all"
             )
-        table, sink = _of_collection(given, name)
+        table, sink = _of_collection(given, name, indices)
     else:
         table = given
     check_table(name, table, indices.device)
@@ -39,14 +40,23 @@ def table_and_sink(
     if row_mask is not None:
         check_row_mask(row_mask, table)
         sink = MaskedRows(row_mask, sink)
-    if sink is None or not (torch.is_grad_enabled() and table.requires_grad):
+    if sink is None or not _learns(table):
         return table, None
+    _refuse_traced(name, table, indices)
+    return table, sink
+
+
+def _learns(table: Tensor) -> bool:
+    # an exported program trains nothing
+    return torch.is_grad_enabled() and table.requires_grad and not is_exporting()
+
+
+def _refuse_traced(name: str, table: Tensor, indices: Tensor) -> None:
     if is_transformed() or is_watched(table, indices):
         raise NotImplementedError(
             f"inside of torch.func transforms and of torch.compile `{name}` can have dense gradients only: leave out "
             '`grad`, `grad_into` and `row_mask`, and use a tensor or a collection with update="autograd"'
         )
-    return table, sink
 
 
 def goes_through_collection(given: Tensor | EmbeddingCollection, ids: Tensor, row_mask: Tensor | None) -> bool:
@@ -73,15 +83,18 @@ def open_for(sink: Sink | None) -> None:
         sink.slot.ledger.opened()
 
 
-def _of_collection(collection: EmbeddingCollection, name: str) -> tuple[Tensor, IntoLedger | None]:
+def _of_collection(
+    collection: EmbeddingCollection, name: str, indices: Tensor
+) -> tuple[Tensor, IntoLedger | None]:  # fmt: skip
     """The only table of a collection, and the sink of its gradient if the collection's optimizer is to have it.
 
     Asks the ledger, which may refuse; `open_for` tells it.
     """
     config = _check_collection(collection, name)
     table = collection.tables[config.table.name or ""]
-    if collection.update == "autograd" or not (torch.is_grad_enabled() and table.requires_grad):
+    if collection.update == "autograd" or not _learns(table):
         return table, None
+    _refuse_traced(name, table, indices)
     if not collection._groups[0].arena.is_whole():
         collection._link()
         table = collection.tables[config.table.name or ""]
