@@ -148,6 +148,15 @@ def test_experts_and_blocks_are_exported(update: Any, grad: bool) -> None:
         optimizer.zero_grad()
 
 
+def test_exported_sequences_may_be_empty() -> None:
+    collection = EmbeddingCollection(FeatureConfig(TableConfig(9, 4), max_sequence_length=2))
+    with torch.no_grad():
+        given = (Bags.from_lists([[1, 2], [3]]),)
+        program = torch.export.export(collection, given, dynamic_shapes=([DYNAMIC, DYNAMIC, None],)).module()
+        for bags in (Bags.from_lists([[5, 6, 7], [], [8]]), Bags.from_lists([[], []])):
+            assert torch.equal(program(bags), collection(bags))
+
+
 def test_an_input_layer_is_exported_with_any_batch_size() -> None:
     category = fc.categorical_column_with_identity("a", 10)
     layer = fc.InputLayer([fc.embedding_column(category, 4), fc.indicator_column(category)])

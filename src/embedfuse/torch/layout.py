@@ -21,6 +21,7 @@ from .backends import select
 from .backends.eager_sums import join_offsets
 from .bag_checks import check_ids
 from .bags import Bags, SparseIds
+from .compiling import is_exporting
 from .functions import is_watched
 
 
@@ -197,7 +198,10 @@ def _matrix_of_bags(bags: Bags, ids: Tensor, length: int) -> tuple[Tensor, Tenso
     place = torch.arange(length, device=bags.device)
     at = bags.offsets[:-1, None] + place
     inside = at < bags.offsets[1:, None]
-    if ids.shape[0] == 0:
+    if is_exporting():
+        # one more to read, so that the program serves no ids, too
+        ids = torch.cat([ids, ids.new_full((1,), -1)])
+    elif ids.shape[0] == 0:
         return ids.new_full((bags.offsets.shape[0] - 1, length), -1), inside
     return torch.where(inside, ids[at.clamp(max=ids.shape[0] - 1)], -1), inside
 
