@@ -7,10 +7,9 @@ from torch import Tensor
 
 from ...kernels.absent_rows import absent_rows_kernel
 from ...kernels.configs import power_of_two
-from .descriptor_facts import TableFacts
+from .descriptor_facts import TableFacts, rows_align
 from .launching import launch
 from .sorted_runs import SortedRuns, ceil_div
-from .summed_runs import rows_align
 
 NAMED = 0.5
 """Ids for each row from which on looking for the others pays; uniform ones then name four rows in ten."""
@@ -34,5 +33,5 @@ def fill_absent(runs: SortedRuns, out: Tensor, facts: TableFacts) -> None:
     dim = facts.widest
     launch(
         absent_rows_kernel, (ceil_div(facts.rows, ROWS),), (runs.memory[0], out), (runs.number, facts.rows, dim), 1,
-        {"ALIGN": rows_align(facts.dims, out), "ROWS": ROWS, "BLOCK_D": min(power_of_two(dim), 2048 // ROWS)},
+        {"ALIGN": rows_align(facts.dims, out.dtype), "ROWS": ROWS, "BLOCK_D": min(power_of_two(dim), 2048 // ROWS)},
     )  # fmt: skip

@@ -127,6 +127,11 @@ def alignment(*values: Any) -> int:
     return bits & -bits
 
 
+def rows_align(starts: int, dtype: torch.dtype) -> int:
+    """Elements of `dtype` that can be read in one word, if rows start at multiples of `starts`."""
+    return min(starts, WIDE_WORD // dtype.itemsize)
+
+
 def _read_features(features: Tensor) -> FeatureFacts:
     host = features.detach().cpu().numpy()
     tables = np.zeros((int(host[:, TABLE].max()) + 1, TABLE_WIDTH), np.int64)

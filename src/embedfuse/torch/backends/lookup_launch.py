@@ -6,7 +6,7 @@ import torch
 
 from ...kernels.configs import SHORT_BAG, LookupConfig, narrow_of, whole_rows
 from ...kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
-from .descriptor_facts import WIDE_WORD, FeatureFacts
+from .descriptor_facts import FeatureFacts, rows_align
 from .launching import Launcher, launcher
 from .sorted_runs import ceil_div
 
@@ -44,11 +44,11 @@ class Lookup(NamedTuple):
                 "ROWS": tiles.lanes, "TURNS": tiles.turns, "GROUP": tiles.group, "SHORT": SHORT_BAG,
                 "NARROW": narrow_of(tiles, facts.narrowest),
             }  # fmt: skip
-        word = WIDE_WORD // table.itemsize
         made = launcher(
             pooled_short_kernel if tiles.short else pooled_long_kernel, tiles.warps, {
                 "HAS_WEIGHTS": weighted, "NORMALISED": normalised, "CHECK": check, "CLIPPED": facts.clipped,
-                "ALIGN": min(facts.starts, word), "OUT_ALIGN": min(columns, word), "BLOCK_D": tiles.block_d, **lanes,
+                "ALIGN": rows_align(facts.starts, table), "OUT_ALIGN": rows_align(columns, table),
+                "BLOCK_D": tiles.block_d, **lanes,
             }, (
                 table, torch.int64, ids, torch.int64, torch.float32 if weighted else None, table,
                 torch.float32 if normalised else None, torch.int64 if check else None,

@@ -14,7 +14,7 @@ from ...kernels.long_segments import long_kernel
 from ...kernels.row_update import segments_kernel
 from ...optim.base import Optimizer
 from . import Update
-from .descriptor_facts import WIDE_WORD, TableFacts, alignment
+from .descriptor_facts import WIDE_WORD, TableFacts, alignment, rows_align
 from .launching import HOST, Launcher, device_of, launcher
 from .side_stream import side_of
 from .sorted_runs import SortedRuns, Sorter, ceil_div
@@ -68,8 +68,8 @@ class Sums(NamedTuple):
             grad_scale = None if update.grad_scale is None else update.grad_scale.dtype
             skip = None if update.skip is None else update.skip.dtype
         return cls(
-            target.mode, rules, at_random, grad_scale, skip, out, rows_align(target.starts, target.out),
-            None if source is None else source.dtype, 1 if source is None else rows_align(target.sources, source),
+            target.mode, rules, at_random, grad_scale, skip, out, rows_align(target.starts, out),
+            None if source is None else source.dtype, 1 if source is None else rows_align(target.sources, source.dtype),
             grad.dtype, grad_align(columns, grad), winners, dots,
         )  # fmt: skip
 
@@ -229,13 +229,8 @@ def _rule(rule: type[Optimizer] | None) -> dict[str, Any]:
     return {"RULE": rule.rule, "SLOT0": kinds[0], "SLOT1": kinds[1]}
 
 
-def rows_align(starts: int, tensor: Tensor) -> int:
-    """Elements of `tensor` that can be read in one word, if rows start at multiples of `starts`."""
-    return min(starts, WIDE_WORD // tensor.element_size())
-
-
 def grad_align(columns: int, grad: Tensor) -> int:
     """The same of gradient rows, whose features' columns are aligned to `columns`."""
     if grad.stride(1) != 1:
         return 1
-    return rows_align(alignment(columns, grad.stride(0)), grad)
+    return rows_align(alignment(columns, grad.stride(0)), grad.dtype)

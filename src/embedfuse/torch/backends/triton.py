@@ -22,11 +22,11 @@ from ...plan import FROZEN
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_errors
 from .absent_rows import fill_absent, zeros_come_later
 from .compact import compact_row_grad
-from .descriptor_facts import alignment, feature_facts, known_columns, table_facts
+from .descriptor_facts import alignment, feature_facts, known_columns, rows_align, table_facts
 from .launching import device_of, launch, on_device
 from .lookup_launch import Lookup
 from .sorted_runs import Order, Sorter, ceil_div
-from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Summer, Sums, Target, grad_align, rows_align
+from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Summer, Sums, Target, grad_align
 
 try:
     import triton
@@ -130,8 +130,8 @@ class TritonBackend:
                     table, features, csr.ids, csr.offsets, csr.weights, out, winners, bad,
                 ), (csr.bags, width), config.warps, {
                     "HAS_WEIGHTS": csr.weights is not None, "CHECK": bad is not None, "CLIPPED": facts.clipped,
-                    "ALIGN": rows_align(facts.starts, table),
-                    "OUT_ALIGN": rows_align(alignment(facts.columns, width), out),
+                    "ALIGN": rows_align(facts.starts, table.dtype),
+                    "OUT_ALIGN": rows_align(alignment(facts.columns, width), out.dtype),
                     "BAGS": config.lanes, "BLOCK_D": config.block_d,
                 },
             )  # fmt: skip
@@ -153,7 +153,7 @@ class TritonBackend:
                     table, features, csr.ids, csr.offsets, csr.weights, scale if normalised else None, grad, out,
                 ), (csr.bags, grad.stride(0), grad.stride(1)), config.warps, {
                     "HAS_WEIGHTS": csr.weights is not None, "NORMALISED": normalised, "CLIPPED": facts.clipped,
-                    "ALIGN": rows_align(facts.starts, table), "GRAD_ALIGN": grad_align(facts.columns, grad),
+                    "ALIGN": rows_align(facts.starts, table.dtype), "GRAD_ALIGN": grad_align(facts.columns, grad),
                     "DIM_ALIGN": facts.dims, "ROWS": config.lanes, "BLOCK_D": config.block_d,
                 }, registers=config.registers,
             )  # fmt: skip

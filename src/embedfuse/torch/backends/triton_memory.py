@@ -6,12 +6,11 @@ from torch import Tensor
 from ...kernels.configs import power_of_two
 from ...kernels.expert import GELU, IDENTITY, RELU, SILU, expert_kernel
 from ...kernels.product_topk import product_topk_kernel
+from .descriptor_facts import alignment, rows_align
 from .launching import launch, on_device
 
 ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU, "identity": IDENTITY}
 
-WIDE_WORD = 16
-"""Bytes of the widest load."""
 MOST = 256
 """The largest k that one program finds."""
 WIDEST = 16384
@@ -68,17 +67,11 @@ def expert_lookup(
                 x, down, None if gate is None else gate.contiguous(), up, ids, scores, dots, gates, out,
             ), (places, rows, dim, out_dim, x.stride(0)), 4, {
                 "HAS_GATE": gate is not None, "ACTIVATION": ACTIVATIONS[activation],
-                "ALIGN": min(_alignment(down, dim), _alignment(x, dim, x.stride(0))),
-                "OUT_ALIGN": _alignment(up, out_dim), "ROWS": max(2048 // block_d, 1), "BLOCK_D": block_d,
-                "OUT_ROWS": max(2048 // block_out, 1), "BLOCK_OUT": block_out,
+                "ALIGN": min(
+                    rows_align(alignment(dim), down.dtype), rows_align(alignment(dim, x.stride(0)), x.dtype)
+                ),
+                "OUT_ALIGN": rows_align(alignment(out_dim), up.dtype), "ROWS": max(2048 // block_d, 1),
+                "BLOCK_D": block_d, "OUT_ROWS": max(2048 // block_out, 1), "BLOCK_OUT": block_out,
             },
         )  # fmt: skip
     return out, dots, gates
-
-
-def _alignment(tensor: Tensor, *steps: int) -> int:
-    """Elements that can be read in one word, if rows start at multiples of all `steps`."""
-    together = 0
-    for step in steps:
-        together |= step
-    return min(together & -together or WIDE_WORD, WIDE_WORD // tensor.element_size())

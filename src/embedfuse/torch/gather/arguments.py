@@ -16,8 +16,8 @@ from ..functions import is_transformed
 GRADS = ("dense", "sparse")
 
 
-def read_indices(name: str, indices: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
-    """Flat ids `[N]`, where each bag of K starts and the last ends `[B + 1]`, and the shape that was given."""
+def ids_of(name: str, indices: Tensor) -> Tensor:
+    """The indices as backends take them, int32 or int64, of the shape that was given."""
     if not isinstance(indices, Tensor) or indices.dtype.is_floating_point or indices.dtype.is_complex:
         what = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise TypeError(f"`{name}` must be a tensor of integers, got {what}: convert with `.long()`")
@@ -25,7 +25,12 @@ def read_indices(name: str, indices: Tensor) -> tuple[Tensor, Tensor, torch.Size
         raise TypeError(f"`{name}` must hold integers, got torch.bool: use `mask.nonzero()` for a mask's positions")
     if indices.dim() == 0:
         raise ValueError(f"`{name}` must have at least one dimension, the last being K, got a scalar")
-    ids = indices if indices.dtype in ID_TYPES else indices.long()
+    return indices if indices.dtype in ID_TYPES else indices.long()
+
+
+def read_indices(name: str, indices: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
+    """Flat ids `[N]`, where each bag of K starts and the last ends `[B + 1]`, and the shape that was given."""
+    ids = ids_of(name, indices)
     bags = math.prod(indices.shape[:-1])
     offsets = torch.arange(bags + 1, device=indices.device) * indices.shape[-1]
     return ids.reshape(-1), offsets, indices.shape
@@ -37,19 +42,16 @@ def read_weights(
     """Flat weights of the type that sums of `dtype`, or that of `like`, are made in; their gradient has their own."""
     if weights is None:
         return None
-    check_weights(name, weights, indices)
+    check_each(name, weights, indices)
     check_floats(name, weights, like.device)
     return weights.reshape(-1).to(accumulation_dtype(dtype or like.dtype)).contiguous()
 
 
-def check_weights(name: str, weights: Tensor | None, indices: Tensor) -> None:
-    """Raises unless there is a weight for each index, or none at all."""
-    if weights is not None:
-        check_tensor(name, weights)
-    if weights is not None and weights.shape != indices.shape:
-        raise ValueError(
-            f"`{name}` must have the shape of `indices`, {tuple(indices.shape)}, got {tuple(weights.shape)}"
-        )
+def check_each(name: str, given: Tensor, indices: Tensor) -> None:
+    """Raises unless `given` is a tensor with an element for each index."""
+    check_tensor(name, given)
+    if given.shape != indices.shape:
+        raise ValueError(f"`{name}` must have the shape of `indices`, {tuple(indices.shape)}, got {tuple(given.shape)}")
 
 
 def read_vectors(name: str, x: Tensor, indices: Tensor, dim: int | None) -> Tensor:
@@ -74,6 +76,7 @@ def check_tensor(name: str, given: Any) -> None:
 
 def check_floats(name: str, tensor: Tensor, device: torch.device) -> None:
     """Raises unless `tensor` is one of floats on that device."""
+    check_tensor(name, tensor)
     if tensor.dtype not in FLOAT_TYPES:
         raise TypeError(f"`{name}` must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
     if tensor.device != device:
@@ -95,17 +98,18 @@ def check_table(name: str, table: Tensor, device: torch.device) -> None:
     check_floats(name, table, device)
 
 
-def checked(run: Callable[[], Tensor], indices: Tensor, rows: int, places: Tensor | None = None) -> Tensor:
-    """`run()`, with a bad id named by its place in `indices`; `places` are those of the ids, if not in order."""
+def checked(
+    run: Callable[[], Tensor], indices: Tensor, rows: int, place_of: Callable[[int], int] = int
+) -> Tensor:  # fmt: skip
+    """`run()`, with a bad id named by its place in `indices`: `place_of` its position, where ids are not in order."""
     try:
         return run()
     except BadId as error:
-        position = error.position
-        if is_transformed() or position >= (indices if places is None else places).numel():
+        flat = indices.numel() if is_transformed() else place_of(error.position)
+        if flat >= indices.numel():
             place, value = "", ""
         else:
-            flat = torch.tensor(position if places is None else int(places[position]))
-            at = [int(number) for number in torch.unravel_index(flat, indices.shape)]
+            at = [int(number) for number in torch.unravel_index(torch.tensor(flat), indices.shape)]
             place, value = f" at indices{at}", f"{int(indices[tuple(at)])}"
         raise IndexError(
             f"`indices` must lie in [0, {rows}), the rows of the table, got {value or 'another'}{place}: clean them, "

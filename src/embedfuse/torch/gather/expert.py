@@ -12,12 +12,11 @@ from ..functions import is_transformed, is_watched
 from . import functions as gather_functions
 from .arguments import (
     check_choices,
+    check_each,
     check_floats,
     check_table,
-    check_tensor,
-    check_weights,
     checked,
-    read_indices,
+    ids_of,
     read_vectors,
     read_weights,
 )
@@ -70,10 +69,9 @@ def expert_lookup(
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     check_choices("dense", out_of_range)
-    read_indices("indices", indices)
-    check_weights("scores", scores, indices)
+    ids_of("indices", indices)
+    check_each("scores", scores, indices)
     for name, given in (("x", x), ("scores", scores)):
-        check_tensor(name, given)
         check_floats(name, given, indices.device)
     tables = [table for table in (down, up, gate) if table is not None]
     if not any(isinstance(table, EmbeddingCollection) for table in tables):
@@ -145,8 +143,8 @@ def _is_fused(x: Tensor, indices: Tensor, scores: Tensor, *tables: Any) -> bool:
 def _fused(
     x: Tensor, down: Any, up: Any, indices: Tensor, scores: Tensor, activation: str, gate: Any, policy: Policy
 ) -> Tensor:
-    _, _, shape = read_indices("indices", indices)
-    ids = indices.reshape(-1, shape[-1])
+    shape = indices.shape
+    ids = ids_of("indices", indices).reshape(-1, shape[-1])
     vectors = read_vectors("x", x, indices, down.shape[1])
     weights = read_weights("scores", scores, indices, up)
     assert weights is not None

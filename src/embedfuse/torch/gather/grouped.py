@@ -5,6 +5,7 @@ its own; a table of rows of H slices is also a table of H times as many rows. Bo
 """
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from ..backends import Policy
 from ..collection import EmbeddingCollection
 from ..functions import is_transformed, is_watched
 from . import functions as gather_functions
-from .arguments import check_choices, check_tensor, check_weights, checked, read_indices, read_weights
+from .arguments import check_choices, check_each, checked, ids_of, read_weights
 from .functions import Sink
 from .tables import goes_through_collection, open_for, table_and_sink, through_collection
 
@@ -55,7 +56,7 @@ def grouped_gather_sum(
     Raises:
         IndexError, ValueError, TypeError: as `gather_reduce_sum`; on the CPU also a group out of range.
     """
-    ids, _, shape = read_indices("indices", indices)
+    ids = ids_of("indices", indices)
     check_choices("dense", out_of_range)
     if num_groups < 1:
         raise ValueError(f"`num_groups` must be at least 1, got {num_groups}")
@@ -69,17 +70,15 @@ def grouped_gather_sum(
     else:
         whole, sink = table_and_sink("params", params, indices, row_mask=row_mask)
         table = _Table(whole, sink, out_of_range, indices)
-    indices = ids.view(shape)
-    each = torch.zeros_like(indices) if groups is None else groups
-    if weights is not None:
-        check_tensor("weights", weights)
-    if weights is None or weights.dim() != indices.dim() + 1:
-        check_weights("weights", weights, indices)
-        out = _grouped(table, indices, weights, each, num_groups)
-    else:
-        slices = _check_slices(weights, indices, table.dim)
+    each = torch.zeros_like(ids) if groups is None else groups
+    if isinstance(weights, Tensor) and weights.dim() == ids.dim() + 1:
+        slices = _check_slices(weights, ids, table.dim)
         sliced = _sliced if table.is_dense else _sliced_after
-        out = sliced(table, slices, indices, weights.movedim(0, -2), each, num_groups)
+        out = sliced(table, slices, ids, weights.movedim(0, -2), each, num_groups)
+    else:
+        if weights is not None:
+            check_each("weights", weights, ids)
+        out = _grouped(table, ids, weights, each, num_groups)
     open_for(sink)
     return out.squeeze(-2) if groups is None else out
 
@@ -90,10 +89,10 @@ class _Reader(Protocol):
     dim: int
     is_dense: bool  # whether their gradient is an ordinary tensor, which may be of any view of the table
 
-    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, places: Tensor) -> Tensor:
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, place_of: Callable[[int], int]) -> Tensor:
         """Weighted sums of rows, `[bags, D]`; weights as they were given, but in the order of the ids.
 
-        `places` are those of the ids among the indices that were given.
+        `place_of` a position is that of its id among the indices that were given.
         """
         ...
 
@@ -108,11 +107,11 @@ class _Table:
         self.dim, self.is_dense = table.shape[1], sink is None
         self._rows = table.shape[0] if rows is None else rows  # that `indices` may name
 
-    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, places: Tensor) -> Tensor:
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, place_of: Callable[[int], int]) -> Tensor:
         flat = read_weights("weights", weights, ids, self.table)
         return checked(
             lambda: gather_functions.gather_sum(self.table, flat, ids, offsets, self.policy, self._sink),
-            self.indices, self._rows, places,
+            self.indices, self._rows, place_of,
         )  # fmt: skip
 
 
@@ -125,7 +124,7 @@ class _Collection:
         self._collection, self._policy = collection, policy
         (self.dim,) = (config.dim for config in collection.table_configs.values())
 
-    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, places: Tensor) -> Tensor:
+    def sums(self, ids: Tensor, weights: Tensor | None, offsets: Tensor, place_of: Callable[[int], int]) -> Tensor:
         return through_collection(self._collection, "params", ids, offsets, weights, self._policy)
 
 
@@ -136,17 +135,17 @@ def _grouped(
     *leading, count = indices.shape
     order, offsets = _by_group(groups.reshape(math.prod(leading), count), num_groups)
     flat = None if weights is None else weights.reshape(-1)[order]
-    # of [..., H, K], its place in [..., K]
-    places = order if slices == 1 else order // (slices * count) * count + order % count
-    return table.sums(indices.reshape(-1)[order], flat, offsets, places).view(*leading, num_groups, table.dim)
+
+    def place_of(position: int) -> int:
+        # of [..., H, K] in [..., K]
+        bag, place = divmod(int(order[position]), count)
+        return bag // slices * count + place
+
+    return table.sums(indices.reshape(-1)[order], flat, offsets, place_of).view(*leading, num_groups, table.dim)
 
 
 def _check_groups(groups: Tensor, indices: Tensor, num_groups: int) -> None:
-    check_tensor("groups", groups)
-    if groups.shape != indices.shape:
-        raise ValueError(
-            f"`groups` must have the shape of `indices`, {tuple(indices.shape)}, got {tuple(groups.shape)}"
-        )
+    check_each("groups", groups, indices)
     if groups.dtype.is_floating_point or groups.dtype.is_complex or groups.dtype == torch.bool:
         raise TypeError(f"`groups` must hold integers, got {groups.dtype}: convert with `.long()`")
     # a GPU would have to be waited for, and what is traced holds no numbers

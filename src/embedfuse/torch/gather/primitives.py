@@ -13,7 +13,7 @@ from ..backends import Policy
 from ..bag_arguments import FLOAT_TYPES
 from ..collection import EmbeddingCollection
 from . import functions as gather_functions
-from .arguments import check_choices, check_weights, checked, read_indices, read_vectors, read_weights
+from .arguments import check_choices, check_each, checked, read_indices, read_vectors, read_weights
 from .tables import goes_through_collection, open_for, table_and_sink, through_collection
 
 
@@ -60,7 +60,8 @@ def gather_reduce_sum(
     ids, offsets, shape = read_indices("indices", indices)
     check_choices(grad, out_of_range)
     if isinstance(params, EmbeddingCollection) and goes_through_collection(params, ids, row_mask):
-        check_weights("weights", weights, indices)
+        if weights is not None:
+            check_each("weights", weights, indices)
         flat = None if weights is None else weights.reshape(-1)
         out = through_collection(params, "params", ids, offsets, flat, out_of_range)
         return out.view(*shape[:-1], out.shape[1])

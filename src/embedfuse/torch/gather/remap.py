@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from .arguments import read_indices
+from .arguments import ids_of
 
 REMAPS = ("mod", "shift", "hash")
 
@@ -31,8 +31,7 @@ def remap_indices(
         raise ValueError(f"`method` must be one of {', '.join(REMAPS)}, got {method!r}")
     if num_rows < 1:
         raise ValueError(f"`num_rows` must be at least 1, got {num_rows}")
-    read_indices("indices", indices[None])
-    ids = indices.long()
+    ids = ids_of("indices", indices[None])[0].long()
     if method == "shift":
         # both parts below num_rows, so that the sum does not overflow
         ids = ids % num_rows + shift % num_rows
