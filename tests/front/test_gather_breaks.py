@@ -122,6 +122,9 @@ def test_groups_of_small_integers_and_places_in_messages(backend: Any, device: A
     for weights in (None, torch.ones(2, 2, 3)):
         with pytest.raises(IndexError, match=r"\[0, 5\), the rows of the table, got 99 at indices\[0, 1\]"):
             grouped_gather_sum(table, bad, weights, torch.tensor([[1, 0, 0], [0, 1, 1]]), 2)
+        # in the second bag, each of whose indices has a place for every slice
+        with pytest.raises(IndexError, match=r"got 99 at indices\[1, 1\]"):
+            grouped_gather_sum(table, bad.flip(0), weights, torch.tensor([[0, 1, 1], [1, 0, 0]]), 2)
     with pytest.raises(ValueError, match="`out_of_range` must be one of"):
         grouped_gather_sum(table, small, out_of_range="raize")  # type: ignore[arg-type]
 
