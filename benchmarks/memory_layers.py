@@ -3,7 +3,8 @@
     python benchmarks/memory_layers.py --out memory.json [--device cuda] [--cases pkm_base,tiny] [--rounds 15]
 
 Shapes are those of published models. Ids are uniform, Zipf 1.05, or those of a random product-key memory ("product
-keys"). Timed, in turns in one process, medians of wall time (CUDA: with synchronisation):
+keys"). Timed, in turns in one process, medians of wall time (CUDA: with synchronisation), and of
+the GPU's time (`device ms`), in which a slow host plays no part:
 
 - `forward`: `gather_reduce_sum` against `torch.nn.functional.embedding_bag` with weights.
 - `forward and backward`: gradients of table (dense) and weights; torch has no bf16 gradient of weights on CUDA, so
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from clocks import about, timed
+from clocks import about, timed, timed_on_device
 from torch import Tensor
 
 import embedfuse
@@ -64,15 +65,22 @@ CASES = [
 ]
 
 
-def take_turns(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, in turns, after two rounds to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+def take_turns(runs: dict[str, Run], device: torch.device, rounds: int, what: str = "") -> dict[str, dict[str, float]]:
+    """Median milliseconds of each, in turns, after two rounds to warm up: `what ms`, and on a GPU `what device ms`."""
+    clocks: dict[str, Callable[[Run], float]] = {f"{what} ms".strip(): lambda run: timed(run, device)}
+    if device.type == "cuda":
+        clocks[f"{what} device ms".strip()] = timed_on_device
+    times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in runs} for clock in clocks}
     for number in range(rounds + 2):
         for name, run in runs.items():
-            spent = timed(run, device)
-            if number >= 2:
-                times[name].append(spent)
-    return {name: round(statistics.median(values) * 1e3, 4) for name, values in times.items()}
+            for clock, spent in clocks.items():
+                seconds = spent(run)
+                if number >= 2:
+                    times[clock][name].append(seconds)
+    return {
+        clock: {name: round(statistics.median(values) * 1e3, 4) for name, values in found.items()}
+        for clock, found in times.items()
+    }
 
 
 def draw(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -195,7 +203,7 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
         runs = {"ours": lambda: gather_reduce_sum(table, ids, weights), "torch": lambda: theirs(table, ids, weights)}
         if extra:
             runs["fbgemm"] = extra["forward"]
-        row["forward ms"] = take_turns(runs, device, rounds)
+        row |= take_turns(runs, device, rounds, "forward")
     row["forward GB/s"] = round(size / row["forward ms"]["ours"] / 1e6, 1)
     rival = gathered if half_on_gpu else by_torch
     runs = {"ours": both_ways(gather_reduce_sum, table, ids, weights, upstream)}
@@ -205,7 +213,7 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
             alike(mine, other)
     if extra:
         runs["fbgemm"] = extra["forward and backward"]
-    row["forward and backward ms"] = take_turns(runs, device, rounds)
+    row |= take_turns(runs, device, rounds, "forward and backward")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -214,9 +222,8 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
     del runs, extra
     if case.rows * case.dim < 1.2e9:
         arguments = (table, ids, weights, upstream)
-        row["step ms"] = take_turns(
-            {"ours": stepped(case, True, *arguments), "torch": stepped(case, False, *arguments)}, device, rounds
-        )
+        runs = {"ours": stepped(case, True, *arguments), "torch": stepped(case, False, *arguments)}
+        row |= take_turns(runs, device, rounds, "step")
     return row
 
 
@@ -232,7 +239,7 @@ def top_k(device: torch.device, rounds: int) -> dict[str, Any]:
 
     torch.testing.assert_close(product_topk(a, b, k)[0], grid()[0])
     runs: dict[str, Run] = {"ours": lambda: product_topk(a, b, k), "torch": grid}
-    return {"case": "product_topk", "shape": f"{pairs} x {n} x {n}, k {k}", "ms": take_turns(runs, device, rounds)}
+    return {"case": "product_topk", "shape": f"{pairs} x {n} x {n}, k {k}", **take_turns(runs, device, rounds)}
 
 
 def experts(device: torch.device, rounds: int) -> dict[str, Any]:
@@ -249,7 +256,7 @@ def experts(device: torch.device, rounds: int) -> dict[str, Any]:
 
     alike(expert_lookup(x, down, up, ids, scores, "gelu"), plain())
     runs: dict[str, Run] = {"ours": lambda: expert_lookup(x, down, up, ids, scores, "gelu"), "torch": plain}
-    return {"case": "experts", "shape": f"{rows} x {dim}, {tokens} x 128", "ms": take_turns(runs, device, rounds)}
+    return {"case": "experts", "shape": f"{rows} x {dim}, {tokens} x 128", **take_turns(runs, device, rounds)}
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ def main() -> None:
     package = Path(embedfuse.__file__).parent
     sources = Path(__file__).parent.parent / "src" / "embedfuse"
     assert package != sources, f"these are the sources: {package}"
-    shipped = {path.relative_to(sources) for end in ("py", "pyi", "typed") for path in sources.rglob(f"*.{end}")}
+    shipped = {path.relative_to(sources) for end in ("py", "pyi", "cu", "typed") for path in sources.rglob(f"*.{end}")}
     shipped.add(Path("py.typed"))
     missing = [str(path) for path in sorted(shipped) if not (package / path).is_file()]
     assert not missing, f"the wheel lacks {', '.join(missing)}"

@@ -202,7 +202,7 @@ def test_keys_are_sorted_by_counting(number: int, dtype: torch.dtype) -> None:
     keys = torch.randint(-3, 60, (number,), dtype=dtype, device=DEVICE)
     keys[::7] = torch.iinfo(dtype).max
     expected = torch.sort(keys, stable=True)
-    found, order = ranked(keys, 300, 16)
+    found, order = ranked(keys, 300, 16, torch.int64)
     assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
 
 
@@ -212,7 +212,7 @@ def test_keys_are_sorted_in_windows(number: int, window: int, dtype: torch.dtype
     keys = torch.randint(-3, 60, (number,), dtype=dtype, device=DEVICE)
     keys[::7] = torch.iinfo(dtype).max
     expected = torch.sort(keys, stable=True)
-    found, order = ranked(keys, 32, window)
+    found, order = ranked(keys, 32, window, torch.int32)
     assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
 
 
@@ -223,7 +223,7 @@ def test_keys_are_sorted_in_windows(number: int, window: int, dtype: torch.dtype
 def test_many_keys_are_sorted_in_windows(number: int, most: int) -> None:
     keys = torch.randint(0, most, (number,), dtype=torch.int32, device=DEVICE)
     expected = torch.sort(keys, stable=True)
-    found, order = ranked(keys, 4096, 512)
+    found, order = ranked(keys, 4096, 512, torch.int64)
     assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
 
 

@@ -4,9 +4,6 @@ On a GPU where there is one, else in Triton's interpreter, which needs TRITON_IN
 anything imports embedfuse.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +12,7 @@ from triton_cases import (
     DEVICE,
     SINGLE,
     SMALL,
-    Case,
+    check_update,
     close,
     each_id,
     get,
@@ -31,7 +28,6 @@ from triton_cases import (
 )
 
 from embedfuse.optim import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
-from embedfuse.optim.base import apply_rule
 from embedfuse.plan import (
     COLUMN,
     DIM,
@@ -47,40 +43,6 @@ from embedfuse.plan import (
 from embedfuse.torch.backends.triton import TritonBackend
 
 pytestmark = needs_kernels
-
-
-def check_update(
-    backend: TritonBackend, case: Case, optimizers: Sequence[Optimizer | None], layout: str = "plain",
-    grad_scale: float | None = None, skip: float | None = None, scaled: bool = True, grad_dtype: Any = None,
-) -> None:  # fmt: skip
-    update, slots = state_of(case, optimizers)
-    if grad_scale is not None:
-        update.grad_scale = torch.tensor(grad_scale, device=DEVICE)
-    if skip is not None:
-        update.skip = torch.tensor(skip, device=DEVICE)
-    grad = gradient(case, layout, grad_dtype)
-    scale = judge_scale(case).astype(np.float32) if scaled else np.zeros(0, np.float32)
-    before = get(update.slots)
-    backend.row_update(update, case.csr(), put(scale), grad)
-
-    learns = np.array([o is not None and not skip for o in optimizers])
-    sums = judge_sums(case, scale if scaled else np.ones(len(case.offsets) - 1), get(grad), learns)
-    expected, after = case.table.copy(), before.copy()
-    for (table, number), g in sums.items():
-        optimizer = optimizers[table]
-        assert optimizer is not None
-        dim = case.tables[table, T_DIM]
-        start = case.tables[table, T_OFFSET] + number * dim
-        places = [slice(s + number * shape[1], s + (number + 1) * shape[1]) for s, shape in slots[table]]
-        w, new = apply_rule(
-            optimizer.kernel_class(), expected[None, start : start + dim], g[None] * (grad_scale or 1),
-            tuple(before[None, place] for place in places), optimizer.hyper(optimizer.current_learning_rate()), 3, np,
-        )  # fmt: skip
-        expected[start : start + dim] = w[0]
-        for place, value in zip(places, new, strict=True):
-            after[place] = value[0]
-    close(update.table, expected, 8.0, case.dtype)
-    close(update.slots, after, np.abs(after) + 8)
 
 
 OPTIMIZERS: list[Optimizer] = [

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedfuse.optim import SGD, Optimizer
+from embedfuse.optim.base import apply_rule
 from embedfuse.plan import (
     ALIGNMENT,
     COLUMN,
@@ -23,6 +24,7 @@ from embedfuse.plan import (
     POWER,
     ROWS,
     T_DIM,
+    T_OFFSET,
     T_ROWS,
     T_RULE,
     T_SLOT0,
@@ -226,3 +228,37 @@ def state_of(case: Case, optimizers: Sequence[Optimizer | None], steps: int = 3)
         put(np.array(hyper)), put(np.full(len(optimizers), steps)),
     )  # fmt: skip
     return update, slots
+
+
+def check_update(
+    backend: TritonBackend, case: Case, optimizers: Sequence[Optimizer | None], layout: str = "plain",
+    grad_scale: float | None = None, skip: float | None = None, scaled: bool = True, grad_dtype: Any = None,
+) -> None:  # fmt: skip
+    update, slots = state_of(case, optimizers)
+    if grad_scale is not None:
+        update.grad_scale = torch.tensor(grad_scale, device=DEVICE)
+    if skip is not None:
+        update.skip = torch.tensor(skip, device=DEVICE)
+    grad = gradient(case, layout, grad_dtype)
+    scale = judge_scale(case).astype(np.float32) if scaled else np.zeros(0, np.float32)
+    before = get(update.slots)
+    backend.row_update(update, case.csr(), put(scale), grad)
+
+    learns = np.array([o is not None and not skip for o in optimizers])
+    sums = judge_sums(case, scale if scaled else np.ones(len(case.offsets) - 1), get(grad), learns)
+    expected, after = case.table.copy(), before.copy()
+    for (table, number), g in sums.items():
+        optimizer = optimizers[table]
+        assert optimizer is not None
+        dim = case.tables[table, T_DIM]
+        start = case.tables[table, T_OFFSET] + number * dim
+        places = [slice(s + number * shape[1], s + (number + 1) * shape[1]) for s, shape in slots[table]]
+        w, new = apply_rule(
+            optimizer.kernel_class(), expected[None, start : start + dim], g[None] * (grad_scale or 1),
+            tuple(before[None, place] for place in places), optimizer.hyper(optimizer.current_learning_rate()), 3, np,
+        )  # fmt: skip
+        expected[start : start + dim] = w[0]
+        for place, value in zip(places, new, strict=True):
+            after[place] = value[0]
+    close(update.table, expected, 8.0, case.dtype)
+    close(update.slots, after, np.abs(after) + 8)

@@ -23,10 +23,18 @@ def show_info(console: Console) -> None:
         console.print(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB", highlight=False)
     if not torch.cuda.is_available():
         console.print("no CUDA GPU that torch can use", highlight=False)
+    usable = backends()
+    if torch.cuda.is_available() and usable["triton"] is None:
+        # imported here, since it needs Triton
+        from ..torch.backends.radix_sort import why_not
+
+        for index in range(torch.cuda.device_count()):
+            if (reason := why_not(index)) is not None:
+                console.print(f"cuda:{index}: many ids are sorted by torch.sort, which is slower: {reason}")
     table = Table(title="Backends", title_justify="left")
     table.add_column("name")
     table.add_column("usable here")
     table.add_column("reason if not")
-    for name, reason in backends().items():
+    for name, reason in usable.items():
         table.add_row(name, "yes" if reason is None else "no", reason or "")
     console.print(table)

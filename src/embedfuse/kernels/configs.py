@@ -12,6 +12,10 @@ GROUP = 4
 """Neighbours that `pooled_long_kernel` looks up together if they are short."""
 NARROW = 4
 """Tables narrower than the widest one by this factor have tiles of their own shape."""
+RADIX_DIGIT, RADIX_THREADS, RADIX_BLOCKS = 8, 256, 4
+"""Of `cuda/radix_sort.cu`: the most bits it sorts by at once, threads of a block, blocks of a multiprocessor."""
+RADIX_FEW, RADIX_SOME, RADIX_MANY = 4, 8, 16
+"""Keys of its threads: at most one tile to a multiprocessor, at most as many as run at once, more."""
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,9 @@ def key_kernel(
     first = tl.program_id(0).to(tl.int64) * BLOCK
     position = first + tl.arange(0, BLOCK)
     inside = position < number
-    # what the next kernel counts from
-    two = tl.arange(0, 2)
-    tl.store(p_list_counts + two, two * 0, mask=two + first < 2)
+    # what the next kernels count from
+    four = tl.arange(0, 4)
+    tl.store(p_list_counts + four, four * 0, mask=four + first < 4)
     ids = tl.load(p_ids + position, mask=inside, other=0).to(tl.int64)
     first_bag, last_bag = bags_at(p_offsets, total_bags, number, first, tl.minimum(first + BLOCK, number) - 1)
     # bags come feature by feature, and record by record of all features
@@ -187,10 +187,13 @@ def segment_kernel(
     p_owners, p_keys, p_order, p_position_sources, p_coefficients, p_sources, p_sorted_coefficients,
     p_starts, p_tags, p_rows, p_first_sources, p_counts, p_list_counts, p_long, p_cuts, p_cut_tables, p_tables,
     number, absent, owners,
-    HAS_COEFFICIENTS: tl.constexpr, CHUNK: tl.constexpr, LONG: tl.constexpr, NARROW_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_COEFFICIENTS: tl.constexpr, CARRIED: tl.constexpr, CHUNK: tl.constexpr, LONG: tl.constexpr,
+    NARROW_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: `BLOCK` sorted keys. `p_owners` holds the ROW_BASE and the number of each table, sorted.
+
+    Where gradient rows start lies at `p_sources` already if CARRIED, since the sort carried it; then there is no
+    `p_order`.
 
     Writes, for each, where its gradient row starts and its coefficient, both in sorted order; and the segments that
     start in the block, and their number, NARROW_BLOCK more if all are of tables of at most NARROW_D columns. Of a
@@ -212,7 +215,10 @@ def segment_kernel(
     left = tl.minimum(number - block * BLOCK, BLOCK).to(tl.int32)
     inside = lane < left
     p_own_keys = p_keys + block * BLOCK
-    order = tl.load(p_order + block * BLOCK + lane, mask=inside, other=0)
+    if CARRIED:
+        source = tl.load(p_sources + block * BLOCK + lane, mask=inside, other=0)
+    else:
+        order = tl.load(p_order + block * BLOCK + lane, mask=inside, other=0)
     key = tl.load(p_own_keys + lane, mask=inside, other=absent)
     before = tl.load(p_own_keys + lane - 1, mask=inside & (lane + block > 0), other=-1)
     edge = lane // CHUNK * CHUNK == lane
@@ -234,11 +240,12 @@ def segment_kernel(
     beyond = tl.load(p_own_keys + BLOCK + ahead, mask=block * BLOCK + BLOCK + ahead < number, other=-1)
     last_half = tl.load(p_own_keys + BLOCK - HALF, mask=left == BLOCK, other=-1)
 
-    source = tl.load(p_position_sources + order, mask=inside, other=0)
-    if HAS_COEFFICIENTS:
-        coefficient = tl.load(p_coefficients + order, mask=inside, other=0.0)
-        tl.store(p_sorted_coefficients + block * BLOCK + lane, coefficient, mask=inside)
-    tl.store(p_sources + block * BLOCK + lane, source, mask=inside)
+    if not CARRIED:
+        source = tl.load(p_position_sources + order, mask=inside, other=0)
+        tl.store(p_sources + block * BLOCK + lane, source, mask=inside)
+        if HAS_COEFFICIENTS:
+            coefficient = tl.load(p_coefficients + order, mask=inside, other=0.0)
+            tl.store(p_sorted_coefficients + block * BLOCK + lane, coefficient, mask=inside)
     learns = inside & (key < absent)
     learnt = tl.sum(learns.to(tl.int32), axis=0)
     first_key = tl.min(key, axis=0)

@@ -8,8 +8,8 @@ from torch import Tensor
 from ...kernels.absent_rows import absent_rows_kernel
 from ...kernels.configs import power_of_two
 from .descriptor_facts import TableFacts, rows_align
-from .launching import launch
-from .sorted_runs import SortedRuns, ceil_div
+from .launching import device_of, launcher
+from .sorted_runs import SortedRuns, ceil_div, key_type
 
 NAMED = 0.5
 """Ids for each row from which on looking for the others pays; uniform ones then name four rows in ten."""
@@ -31,7 +31,9 @@ def zeros_come_later(out: Tensor, facts: TableFacts, number: int) -> bool:
 def fill_absent(runs: SortedRuns, out: Tensor, facts: TableFacts) -> None:
     """Writes zeros to the rows of the one table `out` that no id names."""
     dim = facts.widest
-    launch(
-        absent_rows_kernel, (ceil_div(facts.rows, ROWS),), (runs.memory[0], out), (runs.number, facts.rows, dim), 1,
+    device, pointer = device_of(out)
+    launcher(
+        absent_rows_kernel, 1,
         {"ALIGN": rows_align(facts.dims, out.dtype), "ROWS": ROWS, "BLOCK_D": min(power_of_two(dim), 2048 // ROWS)},
-    )  # fmt: skip
+        (key_type(facts), out.dtype),
+    )((ceil_div(facts.rows, ROWS),), (runs.keys, pointer(out)), (runs.number, facts.rows, dim), device)  # fmt: skip

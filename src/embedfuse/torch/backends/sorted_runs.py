@@ -1,7 +1,7 @@
 """Ids of a batch → sorted runs of equal rows on the device: the first half of every op that sums gradients by row.
 
 Launches: keys, sort, segments; a fixed number, whatever the number of tables and features. Few ids are sorted by one
-launch, many by PyTorch's.
+launch or two, many by `radix_sort.py`, or by PyTorch where that is not to be had.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from ...kernels.runs import key_kernel, segment_kernel
 from . import Csr, Update
 from .descriptor_facts import TableFacts
 from .launching import HOST, device_of, launch, launcher
+from .radix_sort import RadixSort, radix_sort
 
 INT32 = 2**31 - 1
 STEP = 4
@@ -23,6 +24,8 @@ RANKED = 16
 """Keys that one program of `kernels/few_keys.py` puts in their places."""
 ALIGNMENT = 128
 """Bytes; tensors that share an allocation start at multiples."""
+ARRIVED = 8
+"""Bytes from the list counts on: a word that is 0 until the sort counts its blocks in it."""
 ROUND = 4096
 """Ids that scratch memory is rounded up to, so that batches of about one size share a layout."""
 LAYOUTS = 256
@@ -37,19 +40,20 @@ class Order(NamedTuple):
     scaled: bool
     wide_sources: bool  # whether gradients are so many elements that 32 bits are too few
     wide_positions: bool  # the same of ids
+    positions: bool  # whether kernels that sum read positions of ids, in sorted order
     frozen: bool  # whether tables may be FROZEN
     counted: bool  # whether the step is counted, too
     skip: torch.dtype | None  # of the word that says not to
 
     @classmethod
-    def of(cls, csr: Csr, scale: Tensor, grad: Tensor, frozen: bool, update: Update | None) -> "Order":
+    def of(cls, csr: Csr, scale: Tensor, grad: Tensor, positions: bool, frozen: bool, update: Update | None) -> "Order":
         """That of a batch."""
         counted = update is not None and update.counted is not None
         skip = update.skip.dtype if counted and update is not None and update.skip is not None else None
         last_source = max(grad.shape[0] - 1, 0) * grad.stride(0) + max(grad.shape[1] - 1, 0) * grad.stride(1)
         return cls(
             csr.ids.dtype, csr.weights is not None, scale.shape[0] != 0, last_source > INT32,
-            csr.ids.shape[0] > INT32 // 2, frozen, counted, skip,
+            csr.ids.shape[0] > INT32 // 2, positions, frozen, counted, skip,
         )  # fmt: skip
 
 
@@ -61,7 +65,7 @@ class SortedRuns(NamedTuple):
     blocks: int  # of sorted keys
     windows: int  # of CHUNK ids
     keys: Any  # [N], sorted
-    order: Any  # int64 [N]
+    order: Any  # [N] positions of ids; None unless `Order.positions`
     at: dict[str, Any]  # the names of `Sorter.scratch`
     memory: tuple[Tensor, ...]  # where the pointers point to, as long as kernels are still to be issued
 
@@ -69,6 +73,11 @@ class SortedRuns(NamedTuple):
 def ceil_div(number: int, step: int) -> int:
     """`number / step`, rounded up."""
     return -(-number // step)
+
+
+def key_type(facts: TableFacts) -> torch.dtype:
+    """Of keys: row numbers of all tables, and one more."""
+    return torch.int32 if facts.rows <= INT32 else torch.int64
 
 
 class Sorter:
@@ -84,15 +93,22 @@ class Sorter:
         self.order, self.facts, self.config = order, facts, config
         self.stride = ceil_div(facts.widest, STEP) * STEP  # elements from one partial sum to the next
         source = torch.int64 if order.wide_sources else torch.int32
-        position = torch.int64 if order.wide_positions else torch.int32
-        self.key = torch.int32 if facts.rows <= INT32 else torch.int64
+        position = self.position = torch.int64 if order.wide_positions else torch.int32
+        self.key = key_type(facts)
         real, small = torch.float32, torch.int32
         has_coefficients = order.scaled or order.weighted
+        # made for the first batch that needs it
+        self.radix: RadixSort | None = None
+        # where nothing else is to be put in order, gradient rows are sorted beside the keys, in place of positions
+        self.carries = False
+        self._sorts_rows = self.key is torch.int32 and not order.wide_positions
+        self._may_carry = not (has_coefficients or order.positions or order.wide_sources)
         self.dtypes = {
             "position_sources": source, "position_coefficients": real if order.scaled else None,
             "list_counts": small, "sources": source, "coefficients": real if has_coefficients else None,
             "starts": position, "tags": small, "rows": self.key, "first_sources": source, "counts": small,
             "long": position, "cuts": position, "cut_tables": small, "partials": real, "folds": real,
+            "order": position, **dict.fromkeys(("keys", "other_keys", "beside", "digits"), small),
         }  # fmt: skip
         types = self.dtypes
         self._keys = launcher(
@@ -106,15 +122,19 @@ class Sorter:
             ),
         )  # fmt: skip
         self.narrow = narrow_of(config, facts.narrowest)
-        self._segments = launcher(
-            segment_kernel, 4, {
-                "HAS_COEFFICIENTS": has_coefficients, "CHUNK": config.chunk, "LONG": config.long,
-                "NARROW_D": config.block_d // self.narrow if self.narrow > 1 else 0, "BLOCK": config.block,
-            }, (
-                torch.int64, self.key, torch.int64, source, types["coefficients"], source, types["coefficients"],
-                position, small, self.key, source, small, small, position, position, small,
-                torch.int64 if self.narrow > 1 else None,
-            ),
+        self._segments, self._carried = (
+            launcher(
+                segment_kernel, 4, {
+                    "HAS_COEFFICIENTS": has_coefficients, "CARRIED": carried, "CHUNK": config.chunk,
+                    "LONG": config.long, "NARROW_D": config.block_d // self.narrow if self.narrow > 1 else 0,
+                    "BLOCK": config.block,
+                }, (
+                    torch.int64, self.key, None if carried else position, source, types["coefficients"], source,
+                    types["coefficients"], position, small, self.key, source, small, small, position, position, small,
+                    torch.int64 if self.narrow > 1 else None,
+                ),
+            )
+            for carried in (False, True)
         )  # fmt: skip
         self._types = {name: dtype for name, dtype in types.items() if dtype is not None}
         self._absent = dict.fromkeys(types.keys() - self._types.keys())
@@ -133,40 +153,58 @@ class Sorter:
         """
         order, config, number = self.order, self.config, csr.ids.shape[0]
         device, pointer = device_of(csr.ids)
+        many = number > config.few
+        if many and self._sorts_rows:
+            self._sorts_rows = False
+            self.radix = radix_sort(self.facts.rows.bit_length(), device)
+            self.carries = self.radix is not None and self._may_carry
         memory, at = self._scratch(number, csr.ids.device, device == HOST)
         weights = None if csr.weights is None else pointer(csr.weights)
         steps: tuple[Any, ...] = (None, None, None)
         if order.counted and update is not None and update.counted is not None:
             skip = None if update.skip is None else pointer(update.skip)
             steps = (pointer(update.steps), pointer(update.counted), skip)
-        # by itself: what was sorted need not be kept
-        keys = torch.empty(number, dtype=self.key, device=csr.ids.device)
+        radix = self.radix if many else None
+        # by itself where PyTorch sorts, so that what was sorted need not be kept
+        keys = None if radix is not None else torch.empty(number, dtype=self.key, device=csr.ids.device)
+        p_keys = at["keys"] if keys is None else pointer(keys)
         self._keys(
             (ceil_div(number, config.keys),), (
                 pointer(features), pointer(tables), pointer(csr.ids), pointer(csr.offsets), weights,
-                pointer(scale) if order.scaled else None, pointer(keys), at["position_sources"],
+                pointer(scale) if order.scaled else None, p_keys, at["position_sources"],
                 at["position_coefficients"], at["list_counts"], *steps,
             ), (
                 number, csr.bags, csr.offsets.shape[0] - 1, features.shape[0], self.facts.rows, grad.stride(0),
                 grad.stride(1), tables.shape[0],
             ), device,
         )  # fmt: skip
-        keys, positions = (
-            torch.sort(keys, stable=True) if number > config.few else ranked(keys, config.whole, config.window)
-        )
-        p_keys, p_positions = pointer(keys), pointer(positions)
+        kept: tuple[Tensor, ...] = (memory,)
+        segments, positions = self._segments, None
+        if radix is not None:
+            p_keys, positions = radix(
+                number, (p_keys, at["other_keys"]), (at["sources" if self.carries else "order"], at["beside"]),
+                at["digits"], at["list_counts"] + ARRIVED, at["position_sources"] if self.carries else 0,
+            )  # fmt: skip
+            if self.carries:
+                segments, at["sources"], positions = self._carried, positions, None
+        elif keys is not None:
+            position = self.position
+            ordered = None if many else ranked(keys, config.whole, config.window, position)
+            keys, order_of = torch.sort(keys, stable=True) if ordered is None else ordered
+            order_of = order_of.to(position)
+            p_keys, positions, kept = pointer(keys), pointer(order_of), (memory, keys, order_of)
         blocks = ceil_div(number, config.block)
         owners = self.facts.owners
-        self._segments(
+        segments(
             (blocks,), (
-                pointer(owners), p_keys, p_positions, at["position_sources"],
+                pointer(owners), p_keys, positions, at["position_sources"],
                 at["position_coefficients"] if order.scaled else weights, at["sources"], at["coefficients"],
                 at["starts"], at["tags"], at["rows"], at["first_sources"], at["counts"], at["list_counts"], at["long"],
                 at["cuts"], at["cut_tables"], pointer(tables) if self.narrow > 1 else None,
             ), (number, self.facts.rows, owners.shape[0]), device,
         )  # fmt: skip
         windows = ceil_div(number, config.chunk)
-        return SortedRuns(number, self.facts.rows, blocks, windows, p_keys, p_positions, at, (keys, positions, memory))
+        return SortedRuns(number, self.facts.rows, blocks, windows, p_keys, positions, at, kept)
 
     def _scratch(self, number: int, device: torch.device, as_tensors: bool) -> tuple[Tensor, dict[str, Any]]:
         """Memory for a batch of so many ids, in one allocation since each takes the host a while; and its parts."""
@@ -192,11 +230,14 @@ class Sorter:
         config = self.config
         blocks, windows = ceil_div(number, config.block), ceil_div(number, config.chunk)
         segments = blocks * (config.block + 1)
+        sorted_here = number if self.radix is not None and number > config.few else 0
         elements = {
-            "position_sources": number, "position_coefficients": number, "list_counts": 2, "sources": number,
+            "position_sources": number, "position_coefficients": number, "list_counts": 4, "sources": number,
             "coefficients": number, "starts": segments, "tags": segments, "rows": segments, "first_sources": segments,
             "counts": blocks, "long": number // config.long, "cuts": windows, "cut_tables": windows,
             "partials": 2 * windows * self.stride, "folds": ceil_div(windows, config.fold) * self.stride,
+            "keys": sorted_here, "other_keys": sorted_here, "order": 0 if self.carries else sorted_here,
+            "beside": sorted_here, "digits": self.radix.words(number) if self.radix is not None and sorted_here else 0,
         }  # fmt: skip
         places, size = {}, 0
         for name, dtype in self._types.items():
@@ -206,13 +247,13 @@ class Sorter:
         return places, size
 
 
-def ranked(keys: Tensor, whole: int, window: int) -> tuple[Tensor, Tensor]:
-    """`torch.sort(keys, stable=True)` for few keys.
+def ranked(keys: Tensor, whole: int, window: int, position: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`torch.sort(keys, stable=True)` for few keys, with positions of a dtype.
 
     In one launch for up to `whole` of them, else in two, by windows of so many, a power of two of at least `RANKED`.
     """
     number = keys.shape[0]
-    found, order = torch.empty_like(keys), torch.empty(number, dtype=torch.int64, device=keys.device)
+    found, order = torch.empty_like(keys), torch.empty(number, dtype=position, device=keys.device)
     grid, tiles = (ceil_div(number, RANKED),), {"ROWS": RANKED, "BLOCK": 256}
     if number <= whole:
         launch(rank_kernel, grid, (keys, found, order), (number, grid[0] * RANKED), 4, tiles)

@@ -104,7 +104,7 @@ class Summer:
             sums.grad_scale, sums.skip,
         )  # fmt: skip
         read = (
-            sums.grad, whole if sums.winners else None, whole if sums.winners or sums.dots else None,
+            sums.grad, whole if sums.winners else None, types["order"] if sums.winners or sums.dots else None,
             real if sums.dots else None, types["sources"], types["coefficients"], types["starts"], small,
             types["rows"],
         )  # fmt: skip

@@ -280,7 +280,10 @@ class TritonBackend:
         config = self._update_config(facts.widest)
         if dots is not None:
             config = configs.dots_config(config)
-        order = Order.of(csr, scale, grad, target.mode != STORE_SUMS and FROZEN in facts.rules, target.update)
+        order = Order.of(
+            csr, scale, grad, winners is not None or dots is not None,
+            target.mode != STORE_SUMS and FROZEN in facts.rules, target.update,
+        )  # fmt: skip
         sums = Sums.of(
             target, grad, known_columns(features), winners is not None, dots is not None, facts.clipped
         )  # fmt: skip
