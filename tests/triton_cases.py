@@ -53,7 +53,7 @@ FEATURES = [(0, "mean"), (1, "sum"), (1, "sqrtn"), (2, "mean_by_count"), (3, "me
 def small_update(widest: int) -> UpdateConfig:
     """Tiles so small that few ids have cut runs, several folds, and more segments than fit in one tile."""
     return UpdateConfig(
-        keys=8, few=64, whole=24, window=16, chunk=8, block=16, parts=2, segments=4, warps=1, long=2, terms=2,
+        keys=8, some=48, few=64, whole=24, window=16, chunk=8, block=16, parts=2, segments=4, warps=1, long=2, terms=2,
         long_warps=1, long_programs=3, join=2, join_warps=1, joiners=3, fold=2, narrow=4,
         block_d=max(power_of_two(widest), 4),
     )  # fmt: skip

@@ -41,7 +41,8 @@ class UpdateConfig:
     """See `runs.py` and `row_update.py` for what the sizes mean."""
 
     keys: int
-    few: int  # up to so many ids are sorted by the kernels of `few_keys.py`
+    some: int  # up to so many ids are sorted by the kernels of `few_keys.py`, where more are by `cuda/radix_sort.cu`
+    few: int  # the same where more are by PyTorch
     whole: int  # up to so many without windows
     window: int
     chunk: int
@@ -127,7 +128,7 @@ def update_config(widest: int) -> UpdateConfig:
     # long segments: a tile that few registers hold; so few programs that others run beside them
     tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048
     return UpdateConfig(
-        keys=512, few=1 << 15, whole=4096, window=512, chunk=64, block=512,
+        keys=512, some=1 << 14, few=1 << 15, whole=4096, window=512, chunk=64, block=512,
         parts=8 if block_d <= 64 else 16 if block_d <= 256 else 32, segments=segments,
         warps=warps, long=8, terms=min(max(tile // block_d, 1), 32),
         long_warps=max(min(block_d // (64 if block_d < 512 else 128), 16), 1), long_programs=1024,

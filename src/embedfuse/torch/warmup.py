@@ -205,7 +205,8 @@ def _numbers(double: EmbeddingCollection) -> set[int]:
 
         config: UpdateConfig = backend._update_config(max(dim for _, dim in group.arena.shapes))
         limits = (
-            config.few, config.whole, config.long, config.chunk, config.chunk * config.fold, summed_runs.FEW,
+            config.some, config.few, config.whole, config.long, config.chunk, config.chunk * config.fold,
+            summed_runs.FEW,
         )  # fmt: skip
         copies = sum(double._leaves[member][1].max_sequence_length or 1 for member in group.members)
         found |= {limit + 1 for limit in (*limits, SHORT_BAG * copies)}

@@ -101,7 +101,7 @@ class Sorter:
         self.radix: RadixSort | None = None
         # where nothing else is to be put in order, gradient rows are sorted beside the keys, in place of positions
         self.carries = False
-        self._sorts_rows = self.key is torch.int32 and not order.wide_positions
+        self._undecided = self.key is torch.int32 and not order.wide_positions
         self._may_carry = not (has_coefficients or order.positions or order.wide_sources)
         self.dtypes = {
             "position_sources": source, "position_coefficients": real if order.scaled else None,
@@ -153,46 +153,40 @@ class Sorter:
         """
         order, config, number = self.order, self.config, csr.ids.shape[0]
         device, pointer = device_of(csr.ids)
-        many = number > config.few
-        if many and self._sorts_rows:
-            self._sorts_rows = False
+        if number > config.some and self._undecided:
             self.radix = radix_sort(self.facts.rows.bit_length(), device)
             self.carries = self.radix is not None and self._may_carry
+            # last, since other threads come here, too
+            self._undecided = False
         memory, at = self._scratch(number, csr.ids.device, device == HOST)
         weights = None if csr.weights is None else pointer(csr.weights)
         steps: tuple[Any, ...] = (None, None, None)
         if order.counted and update is not None and update.counted is not None:
             skip = None if update.skip is None else pointer(update.skip)
             steps = (pointer(update.steps), pointer(update.counted), skip)
-        radix = self.radix if many else None
+        radix = self.radix if number > config.some else None
         # by itself where PyTorch sorts, so that what was sorted need not be kept
         keys = None if radix is not None else torch.empty(number, dtype=self.key, device=csr.ids.device)
-        p_keys = at["keys"] if keys is None else pointer(keys)
         self._keys(
             (ceil_div(number, config.keys),), (
                 pointer(features), pointer(tables), pointer(csr.ids), pointer(csr.offsets), weights,
-                pointer(scale) if order.scaled else None, p_keys, at["position_sources"],
-                at["position_coefficients"], at["list_counts"], *steps,
+                pointer(scale) if order.scaled else None, at["keys"] if keys is None else pointer(keys),
+                at["position_sources"], at["position_coefficients"], at["list_counts"], *steps,
             ), (
                 number, csr.bags, csr.offsets.shape[0] - 1, features.shape[0], self.facts.rows, grad.stride(0),
                 grad.stride(1), tables.shape[0],
             ), device,
         )  # fmt: skip
         kept: tuple[Tensor, ...] = (memory,)
-        segments, positions = self._segments, None
+        segments = self._segments
         if radix is not None:
-            p_keys, positions = radix(
-                number, (p_keys, at["other_keys"]), (at["sources" if self.carries else "order"], at["beside"]),
-                at["digits"], at["list_counts"] + ARRIVED, at["position_sources"] if self.carries else 0,
-            )  # fmt: skip
+            p_keys, positions = self._by_radix(radix, number, at)
             if self.carries:
                 segments, at["sources"], positions = self._carried, positions, None
-        elif keys is not None:
-            position = self.position
-            ordered = None if many else ranked(keys, config.whole, config.window, position)
-            keys, order_of = torch.sort(keys, stable=True) if ordered is None else ordered
-            order_of = order_of.to(position)
-            p_keys, positions, kept = pointer(keys), pointer(order_of), (memory, keys, order_of)
+        else:
+            assert keys is not None
+            keys, ordered = self._without_radix(keys)
+            p_keys, positions, kept = pointer(keys), pointer(ordered), (memory, keys, ordered)
         blocks = ceil_div(number, config.block)
         owners = self.facts.owners
         segments(
@@ -205,6 +199,21 @@ class Sorter:
         )  # fmt: skip
         windows = ceil_div(number, config.chunk)
         return SortedRuns(number, self.facts.rows, blocks, windows, p_keys, positions, at, kept)
+
+    def _by_radix(self, radix: RadixSort, number: int, at: dict[str, Any]) -> tuple[Any, Any]:
+        """Sorted keys, and positions; or where gradient rows start, if those are carried."""
+        beside, first = ("sources", at["position_sources"]) if self.carries else ("order", 0)
+        return radix(
+            number, (at["keys"], at["other_keys"]), (at[beside], at["beside"]), at["digits"],
+            at["list_counts"] + ARRIVED, first,
+        )  # fmt: skip
+
+    def _without_radix(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Sorted keys, and positions."""
+        if keys.shape[0] <= self.config.few:
+            return ranked(keys, self.config.whole, self.config.window, self.position)
+        found, positions = torch.sort(keys, stable=True)
+        return found, positions.to(self.position)
 
     def _scratch(self, number: int, device: torch.device, as_tensors: bool) -> tuple[Tensor, dict[str, Any]]:
         """Memory for a batch of so many ids, in one allocation since each takes the host a while; and its parts."""
@@ -230,7 +239,7 @@ class Sorter:
         config = self.config
         blocks, windows = ceil_div(number, config.block), ceil_div(number, config.chunk)
         segments = blocks * (config.block + 1)
-        sorted_here = number if self.radix is not None and number > config.few else 0
+        sorted_here = number if self.radix is not None and number > config.some else 0
         elements = {
             "position_sources": number, "position_coefficients": number, "list_counts": 4, "sources": number,
             "coefficients": number, "starts": segments, "tags": segments, "rows": segments, "first_sources": segments,
