@@ -2,15 +2,32 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from triton_cases import DEVICE, SMALL, check_update, close, get, gradient, judge_sums, make, needs_kernels, put
+from triton_cases import (
+    DEVICE,
+    SMALL,
+    Array,
+    Case,
+    check_update,
+    close,
+    get,
+    gradient,
+    judge_sums,
+    make,
+    needs_kernels,
+    put,
+    small_update,
+)
 
 from embedfuse.optim import SGD, RowWiseAdagrad
 from embedfuse.plan import T_OFFSET
-from embedfuse.torch.backends import radix_sort, sorted_runs
+from embedfuse.torch.backends import Rows, radix_sort, sorted_runs
 from embedfuse.torch.backends.cuda_source import NoCompiler
+from embedfuse.torch.backends.descriptor_facts import table_facts
+from embedfuse.torch.backends.triton import TritonBackend
 
 pytestmark = needs_kernels
 needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
@@ -66,24 +83,43 @@ def test_row_updates(sorts: list[object], kind: str) -> None:
     assert len(sorts) == 1
 
 
+def expected_gradient(case: Case, grad: Array) -> Array:
+    """Of the whole table, all scales one."""
+    expected = case.table * 0
+    for (table, number), value in judge_sums(case, np.ones(len(case.offsets) - 1), grad).items():
+        start = case.tables[table, T_OFFSET] + number * len(value)
+        expected[start : start + len(value)] = value
+    return expected
+
+
 @pytest.mark.parametrize("kind", ["carried", "weighted"])
 def test_gradients_of_rows(sorts: list[object], kind: str) -> None:
     case = make(SHAPES, CARRIED, bags=20, longest=7, weighted=kind == "weighted", seed=4)
     out, grad = put(case.table * 0).float(), gradient(case)
     scale = torch.empty(0, device=DEVICE)
     SMALL.row_grad(out, put(case.features), case.csr(), scale, grad)
-    expected = case.table * 0
-    for (table, number), value in judge_sums(case, torch.ones(len(case.offsets) - 1).numpy(), get(grad)).items():
-        start = case.tables[table, T_OFFSET] + number * len(value)
-        expected[start : start + len(value)] = value
-    close(out, expected, 8.0)
+    close(out, expected_gradient(case, get(grad)), 8.0)
     assert len(sorts) == 1
 
 
 def test_few_and_many_in_turn(sorts: list[object]) -> None:
-    for bags in (1, 15, 1, 20):
-        case = make(SHAPES, CARRIED, bags=bags, longest=7, weighted=False, seed=bags)
-        check_update(SMALL, case, [SGD(0.1)] * 3, scaled=False)
+    """By one sorter, which keeps layouts for numbers that are rounded up."""
+    cases = [make(SHAPES, CARRIED, bags=bags, longest=7, weighted=False, seed=bags) for bags in (3, 6, 3, 7)]
+    numbers = [len(case.ids) for case in cases]
+    # one configuration, by which sorters are known
+    backend = TritonBackend(update=functools.cache(small_update))
+    config = backend._update_config(8)
+    assert max(numbers[0], numbers[2]) <= config.some < config.few < min(numbers[1], numbers[3])
+    assert max(numbers) <= sorted_runs.ALIGNMENT
+    tables, scale = put(cases[0].tables), torch.empty(0, device=DEVICE)
+    for case in cases:
+        np.testing.assert_array_equal(case.tables, cases[0].tables)
+        source, grad = put(case.table).float(), gradient(case)
+        out = torch.zeros_like(source)
+        backend.row_grad(out, put(case.features), case.csr(), scale, grad, Rows(source, tables))
+        close(out, expected_gradient(case, get(grad)), 8.0)
+    assert len(sorts) == 1
+    assert len(table_facts(tables).passes) == 1
 
 
 def test_without_a_compiler_pytorch_sorts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,9 @@ NARROW = 4
 RADIX_DIGIT, RADIX_THREADS, RADIX_BLOCKS = 8, 256, 4
 """Of `cuda/radix_sort.cu`: the most bits it sorts by at once, threads of a block, blocks of a multiprocessor."""
 RADIX_FEW, RADIX_SOME, RADIX_MANY = 4, 8, 16
-"""Keys of its threads: at most one tile to a multiprocessor, at most as many as run at once, more."""
+"""Keys of its threads: at most one tile to a multiprocessor, at most RADIX_BESIDE, more."""
+RADIX_BESIDE = 2
+"""Blocks of a multiprocessor that may wait for each other: half of it is left for other streams' kernels."""
 
 
 @dataclass(frozen=True)

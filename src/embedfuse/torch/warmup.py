@@ -298,6 +298,6 @@ def _reports_aside(double: EmbeddingCollection) -> Iterator[None]:
 def _compiled() -> set[Any]:
     """Handles of the kernels that this process has so far."""
     # imported here, since it needs Triton
-    from .backends import launching
+    from .backends import cuda_source, launching
 
-    return set(launching.Launcher.functions)
+    return launching.Launcher.functions | cuda_source.loaded

@@ -3,6 +3,7 @@
 For what Triton cannot say, such as votes of a warp. What is compiled stays in Triton's cache on disk.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -15,9 +16,16 @@ from typing import Any
 import torch
 from triton.runtime.cache import get_cache_manager
 
+CAPTURING = range(900, 910)
+"""Errors of CUDA's driver that have to do with the capture of graphs."""
 
-class NoCompiler(RuntimeError):
+
+class NoCompiler(Exception):
     """CUDA sources cannot be compiled or loaded here; the message says why."""
+
+
+loaded: set[int] = set()
+"""Handles of all kernels that this process has."""
 
 
 def functions_of(name: str, functions: Sequence[str], defines: dict[str, int], device: int) -> list[int]:
@@ -31,19 +39,36 @@ def functions_of(name: str, functions: Sequence[str], defines: dict[str, int], d
 
     Raises:
         NoCompiler: if it does not compile, or there is nothing to compile it with.
+        RuntimeError: while a CUDA graph is captured, when the driver loads nothing.
     """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} cannot be loaded while a CUDA graph is captured: run one batch of that size before, or call "
+            "`embedfuse.torch.warmup`"
+        )
     source = (resources.files("embedfuse.kernels") / "cuda" / name).read_bytes()
-    binary = _cached(name, source, defines, torch.cuda.get_device_capability(device))
-    handles, module = [], ctypes.c_void_p()
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [
+        f"--gpu-architecture=sm_{major}{minor}", "--std=c++17",
+        *(f"-D{constant}={number}" for constant, number in defines.items()),
+    ]  # fmt: skip
+    key = hashlib.sha256(repr((source, options, _version())).encode()).hexdigest()
     with torch.cuda.device(device):
-        # makes the device's context, and makes it the current one of this thread
-        torch.empty(1, device=f"cuda:{device}")
-        _checked(driver().cuModuleLoadData(ctypes.byref(module), binary), "cuModuleLoadData")
+        # a launch makes the device's context, and makes it the current one of this thread
+        torch.zeros(1, device=f"cuda:{device}")
+        kept, module = _kept(key), ctypes.c_void_p()
+        # what lies on disk may be torn
+        if kept is None or driver().cuModuleLoadData(ctypes.byref(module), kept) != 0:
+            binary = compiled(name, source, options)
+            _keep(key, binary)
+            _checked(driver().cuModuleLoadData(ctypes.byref(module), binary), "cuModuleLoadData")
+        handles = []
         for function in functions:
             handle = ctypes.c_void_p()
             found = driver().cuModuleGetFunction(ctypes.byref(handle), module, function.encode())
             _checked(found, f"cuModuleGetFunction of {function}")
             handles.append(handle.value or 0)
+    loaded.update(handles)
     return handles
 
 
@@ -92,22 +117,29 @@ def _compiler() -> Any:
     raise NoCompiler(f"NVRTC was not found: {error}")
 
 
-def _cached(name: str, source: bytes, defines: dict[str, int], capability: tuple[int, int]) -> bytes:
-    """The binary of a source, compiled at most once in the life of the cache."""
-    options = [
-        f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17",
-        *(f"-D{constant}={number}" for constant, number in defines.items()),
-    ]  # fmt: skip
+def _version() -> tuple[int, int]:
+    """The compiler's."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    key = hashlib.sha256(repr((source, options, major.value, minor.value)).encode()).hexdigest()
-    kept, file = get_cache_manager(key), f"{Path(name).stem}.cubin"
-    path = kept.get_file(file)
-    if path is not None:
-        return Path(path).read_bytes()
-    binary = compiled(name, source, options)
-    kept.put(binary, file, binary=True)
-    return binary
+    return major.value, minor.value
+
+
+FILE = "kernels.cubin"
+"""What a binary is called in its folder of the cache."""
+
+
+def _kept(key: str) -> bytes | None:
+    """The binary that the cache has for a key. A cache that cannot be read or written is none, but no error."""
+    try:
+        path = get_cache_manager(key).get_file(FILE)
+        return None if path is None else Path(path).read_bytes()
+    except (OSError, RuntimeError):
+        return None
+
+
+def _keep(key: str, binary: bytes) -> None:
+    with contextlib.suppress(OSError, RuntimeError):
+        get_cache_manager(key).put(binary, FILE, binary=True)
 
 
 def compiled(name: str, source: bytes, options: Sequence[str]) -> bytes:
@@ -136,5 +168,7 @@ def compiled(name: str, source: bytes, options: Sequence[str]) -> bytes:
 
 
 def _checked(result: int, what: str) -> None:
+    if result in CAPTURING:
+        raise RuntimeError(f"{what} failed since another thread captures a CUDA graph: run one batch before capturing")
     if result != 0:
         raise NoCompiler(f"{what} failed with error {result} of CUDA's driver")

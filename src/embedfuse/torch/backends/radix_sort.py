@@ -6,7 +6,15 @@ import threading
 import warnings
 from functools import cache
 
-from ...kernels.configs import RADIX_BLOCKS, RADIX_DIGIT, RADIX_FEW, RADIX_MANY, RADIX_SOME, RADIX_THREADS
+from ...kernels.configs import (
+    RADIX_BESIDE,
+    RADIX_BLOCKS,
+    RADIX_DIGIT,
+    RADIX_FEW,
+    RADIX_MANY,
+    RADIX_SOME,
+    RADIX_THREADS,
+)
 from .cuda_source import NoCompiler, blocks_at_once, driver, functions_of, multiprocessors
 from .launching import HOST, raw_stream
 
@@ -14,6 +22,8 @@ ARGUMENTS = 10
 """The most that a kernel has."""
 COOPERATIVE = 2
 """The attribute of a launch whose blocks wait for each other."""
+TOO_LARGE = (720, 801)
+"""What the driver says of such a launch: of too many blocks, or not supported."""
 
 
 class RadixSort:
@@ -39,7 +49,7 @@ class RadixSort:
         self._few, self._some, self._count, self._sum, self._sort = handles
         # tiles that may wait for each other
         self._few_tiles = multiprocessors(device)
-        self._some_tiles = self._few_tiles * blocks_at_once(self._some, RADIX_THREADS, device)
+        self._some_tiles = self._few_tiles * min(blocks_at_once(self._some, RADIX_THREADS, device), RADIX_BESIDE)
         self._device, self._local = device, threading.local()
 
     def words(self, number: int) -> int:
@@ -76,7 +86,9 @@ class RadixSort:
         if tiles <= most:
             totals = scratch + (4 * tiles << self.digit)
             arguments: tuple[int, ...] = (*keys, first, *beside, scratch, totals, zero, number, self.passes)
-            if launch(kernel, tiles, stream, arguments, True) == 0:
+            failed = launch(kernel, tiles, stream, arguments, True)
+            if failed not in TOO_LARGE:
+                _checked(failed)
                 return keys[self.passes % 2], beside[1 - self.passes % 2]
             # a process may have a part of the device only, where fewer run at once
             self._few_tiles = self._some_tiles = 0
@@ -89,11 +101,14 @@ class RadixSort:
                 (self._sum, 1 << self.digit, (scratch, totals, tiles)),
                 (self._sort, tiles, (keys[0], values, keys[1], beside[0], scratch, totals, number, shift)),
             ):
-                failed = launch(kernel, blocks, stream, arguments)
-                if failed:
-                    raise RuntimeError(f"a kernel of radix_sort.cu was not launched: error {failed} of CUDA's driver")
+                _checked(launch(kernel, blocks, stream, arguments))
             values, keys, beside = beside[0], (keys[1], keys[0]), (beside[1], beside[0])
         return keys[0], values
+
+
+def _checked(failed: int) -> None:
+    if failed:
+        raise RuntimeError(f"a kernel of radix_sort.cu was not launched: error {failed} of CUDA's driver")
 
 
 def _tiles(number: int, items: int) -> int:

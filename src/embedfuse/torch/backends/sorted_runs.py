@@ -65,7 +65,7 @@ class SortedRuns(NamedTuple):
     blocks: int  # of sorted keys
     windows: int  # of CHUNK ids
     keys: Any  # [N], sorted
-    order: Any  # [N] positions of ids; None unless `Order.positions`
+    order: Any  # [N] positions of ids; None where gradient rows were sorted in their place
     at: dict[str, Any]  # the names of `Sorter.scratch`
     memory: tuple[Tensor, ...]  # where the pointers point to, as long as kernels are still to be issued
 
@@ -138,7 +138,7 @@ class Sorter:
         )  # fmt: skip
         self._types = {name: dtype for name, dtype in types.items() if dtype is not None}
         self._absent = dict.fromkeys(types.keys() - self._types.keys())
-        self._layouts: dict[int, tuple[dict[str, tuple[int, int]], int]] = {}
+        self._layouts: dict[tuple[int, bool], tuple[dict[str, tuple[int, int]], int]] = {}
 
     def __call__(
         self, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor, update: Update | None
@@ -158,13 +158,13 @@ class Sorter:
             self.carries = self.radix is not None and self._may_carry
             # last, since other threads come here, too
             self._undecided = False
-        memory, at = self._scratch(number, csr.ids.device, device == HOST)
+        radix = self.radix if number > config.some else None
+        memory, at = self._scratch(number, radix is not None, csr.ids.device, device == HOST)
         weights = None if csr.weights is None else pointer(csr.weights)
         steps: tuple[Any, ...] = (None, None, None)
         if order.counted and update is not None and update.counted is not None:
             skip = None if update.skip is None else pointer(update.skip)
             steps = (pointer(update.steps), pointer(update.counted), skip)
-        radix = self.radix if number > config.some else None
         # by itself where PyTorch sorts, so that what was sorted need not be kept
         keys = None if radix is not None else torch.empty(number, dtype=self.key, device=csr.ids.device)
         self._keys(
@@ -215,14 +215,16 @@ class Sorter:
         found, positions = torch.sort(keys, stable=True)
         return found, positions.to(self.position)
 
-    def _scratch(self, number: int, device: torch.device, as_tensors: bool) -> tuple[Tensor, dict[str, Any]]:
+    def _scratch(
+        self, number: int, sorts: bool, device: torch.device, as_tensors: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Memory for a batch of so many ids, in one allocation since each takes the host a while; and its parts."""
         rounded = ceil_div(number, ROUND) * ROUND if number > ROUND else ceil_div(number, ALIGNMENT) * ALIGNMENT
-        found = self._layouts.get(rounded)
+        found = self._layouts.get((rounded, sorts))
         if found is None:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
-            found = self._layouts[rounded] = self._layout(rounded)
+            found = self._layouts[rounded, sorts] = self._layout(rounded, sorts)
         places, size = found
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         at: dict[str, Any]
@@ -234,19 +236,19 @@ class Sorter:
         at.update(self._absent)
         return memory, at
 
-    def _layout(self, number: int) -> tuple[dict[str, tuple[int, int]], int]:
+    def _layout(self, number: int, sorts: bool) -> tuple[dict[str, tuple[int, int]], int]:
         """For each name the first byte and how many, and the bytes of all."""
         config = self.config
         blocks, windows = ceil_div(number, config.block), ceil_div(number, config.chunk)
         segments = blocks * (config.block + 1)
-        sorted_here = number if self.radix is not None and number > config.some else 0
+        sorted_here = number if sorts else 0
         elements = {
             "position_sources": number, "position_coefficients": number, "list_counts": 4, "sources": number,
             "coefficients": number, "starts": segments, "tags": segments, "rows": segments, "first_sources": segments,
             "counts": blocks, "long": number // config.long, "cuts": windows, "cut_tables": windows,
             "partials": 2 * windows * self.stride, "folds": ceil_div(windows, config.fold) * self.stride,
             "keys": sorted_here, "other_keys": sorted_here, "order": 0 if self.carries else sorted_here,
-            "beside": sorted_here, "digits": self.radix.words(number) if self.radix is not None and sorted_here else 0,
+            "beside": sorted_here, "digits": self.radix.words(number) if self.radix is not None and sorts else 0,
         }  # fmt: skip
         places, size = {}, 0
         for name, dtype in self._types.items():
