@@ -30,6 +30,7 @@ from .layout import (
     without_fillers,
 )
 from .nest import flatten, leaves, rebuild, replace
+from .plain_lookup import is_plain, plain_lookup
 from .prepare import prepared
 from .sparse_grad import SparseGradLookup
 from .tables import Arena, Tables, check_device, named_tables
@@ -135,8 +136,7 @@ class EmbeddingCollection(nn.Module):
         with torch.inference_mode(False):
             self._start()
             for group in self._groups:
-                kind = self.table_configs[group.arena.names[0]].dtype
-                group.arena.allocate(getattr(torch, kind), device)
+                group.arena.allocate(getattr(torch, self.table_configs[group.arena.names[0]].dtype), device)
             self._link()
             for config, name in zip(given, names, strict=True):
                 initialize(self.tables[name], dataclasses.replace(config, name=name))
@@ -203,8 +203,7 @@ class EmbeddingCollection(nn.Module):
         return piece[: part.bags].reshape(*part.shape, dim)
 
     def _lookup(self, number: int, parts: Sequence[Part], policy: Policy | None = None) -> Tensor:
-        group = self._groups[number]
-        arena = group.arena
+        arena = self._groups[number].arena
         functional = self.update == "autograd" and (is_transformed() or not arena.is_own())
         # while compiling the ops see to it, in each call
         if not functional and not torch.compiler.is_compiling() and not (arena.is_own() and arena.is_whole()):
@@ -216,9 +215,8 @@ class EmbeddingCollection(nn.Module):
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
             )
         slot_number, launch = self._launch(number, *forms_of(parts))
-        exporting = is_exporting()
         # an exported program outlives the collection
-        slot_number = 0 if exporting else slot_number
+        slot_number = 0 if (exporting := is_exporting()) else slot_number
         policy = self.out_of_range if policy is None else policy
         if launch.has_defaults:
             ids, offsets, weights = prepared(launch.features, ids, offsets, weights, bags, policy, slot_number)
@@ -227,6 +225,8 @@ class EmbeddingCollection(nn.Module):
         watched = is_watched(ids, buffer)
         learns = torch.is_grad_enabled() and (watched or any(table.requires_grad for table in arena.parameters))
         if not (learns or functional or exporting):
+            if not watched and is_plain(weights):
+                return plain_lookup(buffer, launch, ids, offsets, weights, bags, policy, slot_number)
             tables, starts = [buffer], [0]
         elif self.update == "autograd" or exporting:
             tables, starts = list(arena.parameters), arena.starts

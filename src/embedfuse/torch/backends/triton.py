@@ -274,7 +274,9 @@ class TritonBackend:
                 target.out.zero_()
             return
         # launchers take addresses only, so types must be what they were told
-        csr, scale = _contiguous(csr), scale.to(torch.float32).contiguous()
+        csr = _contiguous(csr)
+        if scale.dtype is not torch.float32 or not scale.is_contiguous():
+            scale = scale.to(torch.float32).contiguous()
         facts = table_facts(tables)
         fill = target.fill and zeros_come_later(target.out, facts, csr.ids.shape[0])
         config = self._update_config(facts.widest)
@@ -301,12 +303,18 @@ class TritonBackend:
 
 
 def _contiguous(csr: Csr) -> Csr:
-    weights = csr.weights
+    ids, offsets, weights, bags = csr
+    # nearly always, and asked in every call
+    if (
+        offsets.dtype is torch.int64 and ids.is_contiguous() and offsets.is_contiguous()
+        and (weights is None or (weights.dtype is torch.float32 and weights.is_contiguous()))
+    ):  # fmt: skip
+        return csr
     return Csr(
-        csr.ids.contiguous(),
-        csr.offsets.to(torch.int64).contiguous(),
+        ids.contiguous(),
+        offsets.to(torch.int64).contiguous(),
         None if weights is None else weights.to(torch.float32).contiguous(),
-        csr.bags,
+        bags,
     )
 
 
