@@ -152,7 +152,7 @@ def test_a_gpu_has_all_clocks() -> None:
             )
         )
     found = made["cases"][0]["providers"]
-    for name in providers.OURS:
+    for name in ("embedfuse", "embedfuse-engine"):
         assert found[name]["wrong"] is None
         for phase in ("forward", "backward", "train"):
             own = found[name]["phases"][phase]
@@ -213,3 +213,18 @@ def test_the_cpu_engine_has_not_become_slow(name: str) -> None:
         if all(found >= bound for found, bound in zip(seen[-1], least, strict=True)):
             return
     pytest.fail(f"forward and step are {seen} times as fast as torch's, at least {least} is expected")
+
+
+def test_some_providers_run_if_they_are_named_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def note(case: object, names: list[str], *rest: object) -> None:
+        asked.append(list(names))
+        raise RuntimeError("noted")
+
+    monkeypatch.setattr(runner, "measure", note)
+    runner.run(options(cases=("cpu_tiny",), providers=()))
+    runner.run(options(cases=("cpu_tiny",), providers=providers.BY_NAME))
+    assert not set(asked[0]) & set(providers.BY_NAME)
+    assert {"embedfuse", "embedfuse-engine", "torch"} <= set(asked[0])
+    assert asked[1] == list(providers.BY_NAME)

@@ -94,13 +94,14 @@ def findings(report: Report) -> Iterator[str]:
 
 
 def by_case(report: Report) -> Table | None:
-    """How many times as fast as the strongest rival that was there, case by case; the module of ours and the engine."""
+    """How many times as fast as the strongest rival that was there, case by case; each of ours."""
     rivals = next((r for r in (["fbgemm", "fbgemm-v2"], ["torch"]) if _has(report, r)), None)
     if rivals is None:
         return None
     clocks = ("wall", "device") if report["machine"]["device"].startswith("cuda") else ("wall",)
     columns = [(phase, clock) for phase in phases_of(report) if base_of(phase) in PHASES for clock in clocks]
-    table = Table(title=f"Times as fast as {rivals[0]}: module / engine", title_justify="left")
+    shown = [name for name in OURS if name in report["providers"]]
+    table = Table(title=f"Times as fast as {rivals[0]}: {' / '.join(shown)}", title_justify="left")
     table.add_column("case")
     for phase, clock in columns:
         table.add_column(f"{phase}, {clock}", justify="right")
@@ -111,7 +112,7 @@ def by_case(report: Report) -> Table | None:
             if is_disturbed(report, case, phase):
                 cells.append("busy")
                 continue
-            mine = [better_of(case, [name], phase, clock) for name in OURS]
+            mine = [better_of(case, [name], phase, clock) for name in shown]
             cells.append(" / ".join(f"{other / own:.2f}" if other and own else "-" for own in mine))
         table.add_row(case["name"], *cells)
     return table

@@ -6,7 +6,8 @@ from typing import Any
 from .reading import base_of, device_time, is_busy, is_disturbed, phases_of, time_of, version_of
 
 COLOURS = {
-    "embedfuse": "#0b6e4f", "embedfuse-engine": "#57b894", "torch": "#c2571a", "torch-compiled": "#e9a26b",
+    "embedfuse": "#0b6e4f", "embedfuse-backward": "#2f9372", "embedfuse-engine": "#57b894",
+    "torch": "#c2571a", "torch-compiled": "#e9a26b",
     "fbgemm": "#34558b", "fbgemm-v2": "#8fa9d6", "tensorflow": "#b279a2", "jax": "#9d755d",
 }  # fmt: skip
 SHOWN = ("forward", "backward", "train")

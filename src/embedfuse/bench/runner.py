@@ -14,7 +14,18 @@ from . import machine
 from .batches import count_bytes, draw
 from .cases import SUITES, Case, choose, fitting, scaled
 from .checking import UNIT, expect, measured_phases, wrong
-from .providers import LIBRARY_ERRORS, OURS, REGISTRY, Provider, Shared, Unsupported, make, version_of, why_not
+from .providers import (
+    BY_NAME,
+    LIBRARY_ERRORS,
+    OURS,
+    REGISTRY,
+    Provider,
+    Shared,
+    Unsupported,
+    make,
+    version_of,
+    why_not,
+)
 from .timing import Job, Refusals, examine, results, take_turns
 
 FORMAT = 1
@@ -120,7 +131,7 @@ def run(options: Options) -> dict[str, Any]:
     chosen = choose(options.suite, options.cases)
     report = report_of(options, "cases")
     usable = []
-    for name in options.providers or REGISTRY:
+    for name in options.providers or (name for name in REGISTRY if name not in BY_NAME):
         # some take long to import
         reason = options.over if options.is_over() else why_not(name, options.device)
         report["providers"][name] = {"title": REGISTRY[name].title, "reason": reason}

@@ -76,7 +76,8 @@ class Entry:
 
 REGISTRY = {
     "embedfuse": Entry("ours", "EmbeddingCollection and FusedOptimizer", "collection"),
-    "embedfuse-engine": Entry("ours", "the same ops without modules and autograd", "engine"),
+    "embedfuse-backward": Entry("ours", "the same with update='backward', where fbgemm-gpu updates, too", "backward"),
+    "embedfuse-engine": Entry("ours", "the ops without modules and autograd", "engine"),
     "torch": Entry("torch_bags", "one nn.EmbeddingBag(sparse=True) per table, torch optimizers", "eager"),
     "torch-compiled": Entry("torch_bags", "the same under torch.compile, dense gradients", "compiled"),
     "fbgemm": Entry("fbgemm", "SplitTableBatchedEmbeddingBagsCodegen", "v1"),
@@ -84,7 +85,9 @@ REGISTRY = {
     "tensorflow": Entry("tensorflow", "tf.nn.embedding_lookup_sparse per table, tf.function"),
     "jax": Entry("jax", "take and segment_sum per table, jitted"),
 }
-OURS = ("embedfuse", "embedfuse-engine")
+OURS = ("embedfuse", "embedfuse-backward", "embedfuse-engine")
+BY_NAME = ("embedfuse-backward",)
+"""Those that run if they are asked for by name."""
 
 
 def version_of(name: str) -> str:

@@ -1,7 +1,7 @@
 """Ours: the module a user writes, and the bare ops below it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,23 +29,27 @@ def why_not(device: torch.device, option: str) -> str | None:
 
 def make(work: Workload, option: str, shared: Shared) -> Provider:
     """The collection, or the bare engine."""
-    return Collection(work) if option == "collection" else Engine(work)
+    return Engine(work) if option == "engine" else Collection(work, "backward" if option == "backward" else "step")
 
 
 class Collection:
-    """`EmbeddingCollection.concatenated` and `FusedOptimizer.step`. Ids are not checked, as nowhere here."""
+    """`EmbeddingCollection.concatenated` and `FusedOptimizer.step`. Ids are not checked, as nowhere here.
+
+    Args:
+        update: when tables are, "step" or "backward".
+    """
 
     capturable = True
 
-    def __init__(self, work: Workload) -> None:
-        self.work, case = work, work.case
+    def __init__(self, work: Workload, update: Literal["step", "backward"] = "step") -> None:
+        self.work, self.update, case = work, update, work.case
         tables = [
             TableConfig(rows, dim, 0.0, combiner=case.combiner, name=f"t{number}", dtype=case.dtype)
             for number, (rows, dim) in enumerate(zip(case.rows, case.dims, strict=True))
         ]
         self.collection = EmbeddingCollection(
-            {table.name: FeatureConfig(table) for table in tables}, rule_of(case.optimizer), device=work.device,
-            out_of_range="ignore",
+            {table.name: FeatureConfig(table) for table in tables}, rule_of(case.optimizer), update=update,
+            device=work.device, out_of_range="ignore",
         )  # fmt: skip
         self.inputs = {id(batch): self._inputs(batch) for batch in (*work.batches, work.again)}
         self.last: Any = None
@@ -77,7 +81,8 @@ class Collection:
 
     def _backward(self, batch: Batch, out: Tensor) -> None:
         out.backward(batch.grad)
-        self.optimizer.step()
+        if self.update == "step":
+            self.optimizer.step()
         if batch.weights is not None and self.work.case.weights == "learned":
             self.last = self.inputs[id(batch)]
 
