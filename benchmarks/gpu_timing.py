@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from clocks import LEAD
 from gpu_cases import BATCHES, DEVICE
 
 WARM_SECONDS = 0.05
-LEAD = 6_000_000
-"""Cycles of waiting, about 3 ms, in which the host gets ahead of the device: launching is not the device's time."""
 
 
 def graphs_of(work: Callable[[int], Any]) -> list[torch.cuda.CUDAGraph]:

@@ -9,13 +9,11 @@ from torch import Tensor
 from triton_cases import (
     DEVICE,
     SMALL,
-    Array,
-    Case,
     check_update,
     close,
     get,
     gradient,
-    judge_sums,
+    judge_gradient,
     make,
     needs_kernels,
     put,
@@ -23,7 +21,6 @@ from triton_cases import (
 )
 
 from embedfuse.optim import SGD, RowWiseAdagrad
-from embedfuse.plan import T_OFFSET
 from embedfuse.torch.backends import Rows, radix_sort, sorted_runs
 from embedfuse.torch.backends.cuda_source import NoCompiler
 from embedfuse.torch.backends.descriptor_facts import table_facts
@@ -83,22 +80,13 @@ def test_row_updates(sorts: list[object], kind: str) -> None:
     assert len(sorts) == 1
 
 
-def expected_gradient(case: Case, grad: Array) -> Array:
-    """Of the whole table, all scales one."""
-    expected = case.table * 0
-    for (table, number), value in judge_sums(case, np.ones(len(case.offsets) - 1), grad).items():
-        start = case.tables[table, T_OFFSET] + number * len(value)
-        expected[start : start + len(value)] = value
-    return expected
-
-
 @pytest.mark.parametrize("kind", ["carried", "weighted"])
 def test_gradients_of_rows(sorts: list[object], kind: str) -> None:
     case = make(SHAPES, CARRIED, bags=20, longest=7, weighted=kind == "weighted", seed=4)
     out, grad = put(case.table * 0).float(), gradient(case)
     scale = torch.empty(0, device=DEVICE)
     SMALL.row_grad(out, put(case.features), case.csr(), scale, grad)
-    close(out, expected_gradient(case, get(grad)), 8.0)
+    close(out, judge_gradient(case, np.ones(len(case.offsets) - 1), get(grad)), 8.0)
     assert len(sorts) == 1
 
 
@@ -117,7 +105,7 @@ def test_few_and_many_in_turn(sorts: list[object]) -> None:
         source, grad = put(case.table).float(), gradient(case)
         out = torch.zeros_like(source)
         backend.row_grad(out, put(case.features), case.csr(), scale, grad, Rows(source, tables))
-        close(out, expected_gradient(case, get(grad)), 8.0)
+        close(out, judge_gradient(case, np.ones(len(case.offsets) - 1), get(grad)), 8.0)
     assert len(sorts) == 1
     assert len(table_facts(tables).passes) == 1
 

@@ -182,6 +182,15 @@ def judge_sums(case: Case, scale: Array, grad: Array, learns: Array | None = Non
     return sums
 
 
+def judge_gradient(case: Case, scale: Array, grad: Array) -> Array:
+    """The gradient of the whole table."""
+    expected = np.zeros(len(case.table))
+    for (table, number), value in judge_sums(case, scale, grad).items():
+        start = case.tables[table, T_OFFSET] + number * case.tables[table, T_DIM]
+        expected[start : start + len(value)] = value
+    return expected
+
+
 def close(actual: Tensor, expected: Array, size: Array | float, dtype: torch.dtype = torch.float32) -> None:
     """Within a few roundings of the terms' size in float32, and one rounding to the storage type."""
     bound = 64 * EPSILON[torch.float32] * (np.abs(size) + 1e-3) + EPSILON[dtype] * np.abs(expected) + 1e-7
