@@ -19,7 +19,7 @@ def plain_lookup(
     buffer: Tensor, launch: Launch, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int, policy: Policy,
     owner: int,
 ) -> Tensor:  # fmt: skip
-    """`PooledLookup` of a whole buffer, of which it spares the host a quarter."""
+    """`PooledLookup` of a whole buffer, without its `Layout` and its look at every table."""
     ids, offsets, weights = unwrap_dead_wrappers((ids, offsets, weights))
     return ops.look_up(
         buffer, launch.features, ids, offsets, weights, bags, launch.width, launch.normalised, policy, owner
