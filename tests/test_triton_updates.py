@@ -10,6 +10,7 @@ import torch
 from triton_cases import (
     DEFAULT,
     DEVICE,
+    ONE_WINDOW,
     SINGLE,
     SMALL,
     check_update,
@@ -89,12 +90,18 @@ def test_row_update_with_a_scale_for_the_gradient(skip: float | None) -> None:
     check_update(SMALL, make(longest=3), [RowWiseAdagrad(0.1)] * 5, grad_scale=0.125, skip=skip)
 
 
-@pytest.mark.parametrize("backend", [SMALL, SINGLE], ids=["many", "one"])
+@pytest.mark.parametrize("backend", [SMALL, SINGLE, ONE_WINDOW], ids=["many", "one", "one window"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 12])
 def test_row_update_of_rows_that_hold_the_batch(rows: int, backend: TritonBackend) -> None:
     # runs of many chunks: whole folds of them, the windows around, and cut runs side by side
     case = make(shapes=[(rows, 5)], features=[(0, "sum")], bags=30, longest=6, seed=rows)
     check_update(backend, case, [RowWiseAdagrad(0.01)])
+
+
+def test_row_update_of_wide_rows_with_the_default_tiles() -> None:
+    # pieces of up to 1023 ids, two and more of them to a run
+    case = make(shapes=[(3, 2049)], features=[(0, "sum")], bags=1100, longest=3)
+    check_update(DEFAULT, case, [RowWiseAdagrad(0.01)])
 
 
 def test_row_update_one_segment_at_a_time() -> None:

@@ -66,6 +66,8 @@ def lookup_of(short: bool, lanes: int, block_d: int, turns: int = 1, group: int 
 
 SMALL = TritonBackend(update=small_update)
 SINGLE = TritonBackend(update=lambda widest: dataclasses.replace(small_update(widest), segments=1))
+ONE_WINDOW = TritonBackend(update=lambda widest: dataclasses.replace(small_update(widest), chunk=16))
+"""Runs are cut between blocks only, as those of wide rows are."""
 DEFAULT = TritonBackend()
 
 

@@ -49,7 +49,8 @@ def test_matches_plain_loops_and_repeats(dtype):
 def test_peak_memory_where_torch_needs_9_gigabytes():
     """Conformance case 33, at the full shape.
 
-    What the update keeps of runs that are cut, a row of float32 for every 16 references or so, is the largest.
+    A third of it is the result or a gradient of its size, a third is what the update keeps of runs that are cut (two
+    rows of float32 for every 512 references), the rest are the sorted references.
     """
     needs_memory(30)
     rows, dim, bags, places = 2**20, 4096, 4096, 128
@@ -69,7 +70,7 @@ def test_peak_memory_where_torch_needs_9_gigabytes():
         run()
         torch.cuda.synchronize()
         extra = torch.cuda.max_memory_allocated() - before - table.numel() * 2
-        assert extra < gathered / 6, f"{extra / 2**20:.0f} MB beside the gradient"
+        assert extra < gathered / 32, f"{extra / 2**20:.0f} MB beside the gradient"
 
 
 def test_addresses_beyond_32_bits():

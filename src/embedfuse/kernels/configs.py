@@ -128,9 +128,11 @@ def update_config(widest: int) -> UpdateConfig:
     segments = min(512 // block_d, 32) if block_d <= 128 else 1
     warps = min(max(block_d // 512, 1), 32)
     # long segments: a tile that few registers hold; so few programs that others run beside them
-    tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048
+    tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048 if block_d < 4096 else 16384
+    # two partial sums for each CHUNK ids: the wider rows are, the fewer (longer pieces of them take no longer, H200)
+    chunk = 64 if block_d < 512 else 256 if block_d < 2048 else 512
     return UpdateConfig(
-        keys=512, some=1 << 14, few=1 << 15, whole=4096, window=512, chunk=64, block=512,
+        keys=512, some=1 << 14, few=1 << 15, whole=4096, window=512, chunk=chunk, block=512,
         parts=8 if block_d <= 64 else 16 if block_d <= 256 else 32, segments=segments,
         warps=warps, long=8, terms=min(max(tile // block_d, 1), 32),
         long_warps=max(min(block_d // (64 if block_d < 512 else 128), 16), 1), long_programs=1024,
