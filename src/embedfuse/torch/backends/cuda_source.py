@@ -94,11 +94,33 @@ def driver() -> Any:
     """The library of CUDA's driver, which is there where PyTorch found a GPU."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        # without these ctypes would cut addresses to 32 bits
-        library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+        # there since CUDA 11.8
+        library.cuLaunchKernelEx  # noqa: B018
     except (OSError, AttributeError) as error:
         raise NoCompiler(f"CUDA's driver was not found, or is older than CUDA 11.8: {error}") from None
     return library
+
+
+def launch_address() -> int:
+    """The address of the driver's launch, for `kernels/launch.cpp`."""
+    return ctypes.cast(driver().cuLaunchKernelEx, ctypes.c_void_p).value or 0
+
+
+def parameter_sizes(function: int) -> list[int]:
+    """Bytes of each parameter of a kernel.
+
+    Raises:
+        NoCompiler: if the driver does not say, as before CUDA 12.4.
+    """
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    sizes: list[int] = []
+    try:
+        ask = driver().cuFuncGetParamInfo
+    except AttributeError as error:
+        raise NoCompiler(f"CUDA's driver is older than CUDA 12.4: {error}") from None
+    while ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)) == 0:
+        sizes.append(size.value)
+    return sizes
 
 
 @cache

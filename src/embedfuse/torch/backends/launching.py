@@ -1,35 +1,41 @@
 """Launches of Triton kernels in a few microseconds of the host's time.
 
 Triton's own call, `kernel[grid](…)`, binds arguments, writes the key of its cache as a string and asks the driver about
-each pointer: more than twice the time of a direct launch, for kernels of many arguments. Here a `Launcher` holds all
-that stays the same from call to call; its first call of a kind goes Triton's way and returns the compiled kernel, and
-calls of the same kind then go to its launcher directly, with addresses in place of tensors.
+each pointer: several times the time that the driver takes. Here a `Launcher` holds all that stays the same from call to
+call; its first call of a kind goes Triton's way and returns the compiled kernel, and calls of the same kind then go to
+the driver by `kernels/launch.cpp`, with addresses in place of tensors.
 
 Calls are of one kind if Triton would give them one compiled kernel. All that it may look at is the launcher's (kernel,
-constants, types) or in the key of its calls: the device, the class of each number, addresses that are no multiples of
-16. Where this file is too careful, a kind more goes through Triton's call and meets the same compiled kernel.
+constants, types) or in the kind of its calls: the device, the class of each number, addresses that are no multiples of
+16. Where this file is too careful, a kind more goes through Triton's call and meets the same compiled kernel. Where
+anything is not as expected (no CUDA, a kernel that takes other arguments, somebody who watches launches), all calls
+are Triton's own.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
+from .cuda_source import NoCompiler, launch_address, parameter_sizes
+
+try:
+    from ...kernels._launch import Kernels
+except ImportError:
+    # a source tree whose C++ was not compiled
+    Kernels = None  # type: ignore[assignment, misc]
+
 OPTIONS = {"enable_fp_fusion": True}
 """Of every launch; Triton 3.9 warns where this is not said."""
 HOST = -1
 """The device of tensors that the interpreter works on."""
-
-
-class _Compiled(NamedTuple):
-    """What a launch needs of a compiled kernel."""
-
-    run: Callable[..., None]
-    function: Any
-    metadata: Any
+WARP = 32
+"""Threads of a warp of CUDA."""
+SIZES = {"*": 8, "i64": 8, "i32": 4}
+"""Bytes of arguments, by what Triton calls their types."""
 
 
 class _Address:
@@ -54,7 +60,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-# another Triton may keep these elsewhere; then every call is Triton's own
+# another Triton may keep these elsewhere
 _runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -89,14 +95,15 @@ class Launcher:
     ) -> None:  # fmt: skip
         self.kernel, self.constants, self.dtypes = kernel, dict(constants), tuple(dtypes)
         self.options = {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
-        self._ordered = [constants[name] for name in kernel.arg_names if name in constants]
-        numbers = kernel.arg_names[len(self.dtypes) : -len(constants) or None]
+        self._given = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
+        numbers = self._given[len(self.dtypes) :]
         blind = {parameter.name for parameter in getattr(kernel, "params", ()) if parameter.do_not_specialize}
-        self._sighted = [place for place, name in enumerate(numbers) if name not in blind]
-        self._known: dict[tuple[Any, ...], _Compiled] = {}
+        self._seen = [name not in blind for name in numbers]
+        # made when first needed, since there may be no driver
+        self._known: Any = None
 
     def __call__(
-        self, grid: tuple[int, ...], pointers: Sequence[Any], numbers: Sequence[int], device: int,
+        self, grid: tuple[int, ...], pointers: tuple[Any, ...], numbers: tuple[int, ...], device: int,
         stream: torch.cuda.Stream | None = None,
     ) -> None:  # fmt: skip
         """Launches.
@@ -111,41 +118,65 @@ class Launcher:
         if device == HOST:
             self._by_triton(grid, pointers, numbers, None)
             return
-        together = 0
-        for pointer in pointers:
-            if pointer is not None:
-                together |= pointer
-        key: tuple[Any, ...] = (device, *[class_of(numbers[place]) for place in self._sighted])
-        if max(numbers) >= 2**31:
-            key += tuple(map(class_of, numbers))
-        if together & 15:
-            # Triton has a kernel of its own for each set of addresses that are no multiples of 16
-            key += tuple([place for place, pointer in enumerate(pointers) if pointer is not None and pointer & 15])
-        found = self._known.get(key)
-        if found is None or not _unwatched():
-            addresses = [
-                None if dtype is None else _Address(pointer, dtype)
-                for pointer, dtype in zip(pointers, self.dtypes, strict=True)
-            ]
-            self._note(key, self._by_triton(grid, addresses, numbers, stream))
-            return
-        width, height, depth = (*grid, 1, 1)[:3]
-        raw = raw_stream(device) if stream is None else stream.cuda_stream
-        found.run(
-            width, height, depth, raw, found.function, found.metadata, None, None, None,
-            *pointers, *numbers, *self._ordered,
-        )  # fmt: skip
+        if self._known is not None and _unwatched():
+            raw = raw_stream(device) if stream is None else stream.cuda_stream
+            if self._known(device, raw, grid, pointers, numbers):
+                return
+        addresses = [
+            None if dtype is None else _Address(pointer, dtype)
+            for pointer, dtype in zip(pointers, self.dtypes, strict=True)
+        ]
+        compiled = self._by_triton(grid, addresses, numbers, stream)
+        if hasattr(compiled, "function"):
+            Launcher.functions.add(compiled.function)
+            self._note(compiled, device, pointers, numbers)
 
     def _by_triton(self, grid: Any, pointers: Any, numbers: Any, stream: torch.cuda.Stream | None) -> Any:
         with torch.cuda.stream(stream):
             return self.kernel[grid](*pointers, *numbers, **self.constants, **self.options, **OPTIONS)
 
-    def _note(self, key: tuple[Any, ...], compiled: Any) -> None:
-        if raw_stream is None or _runtime is None or _runtime.debug or not _unwatched():
+    def _note(self, compiled: Any, device: int, pointers: tuple[Any, ...], numbers: tuple[int, ...]) -> None:
+        """Keeps a compiled kernel for calls like this one, if it is as expected."""
+        if Kernels is None or raw_stream is None or _runtime is None or _runtime.debug or not _unwatched():
             return
-        if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-            self._known[key] = _Compiled(compiled.run, compiled.function, compiled.packed_metadata)
-            Launcher.functions.add(compiled.function)
+        taken = _taken(compiled, self._given)
+        if taken is None:
+            return
+        if self._known is None:
+            self._known = Kernels(launch_address(), len(self.dtypes), self._seen)
+        metadata = compiled.metadata
+        self._known.add(
+            device, pointers, numbers, compiled.function, WARP * metadata.num_warps, metadata.shared, taken
+        )  # fmt: skip
+
+
+USUAL = {
+    "num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}  # fmt: skip
+"""What Triton's metadata say of kernels that need a plain launch."""
+
+
+def _taken(compiled: Any, given: Sequence[str]) -> list[int] | None:
+    """The places of the arguments that a compiled kernel takes, or None unless it takes those and nothing else."""
+    if any(getattr(compiled.metadata, name, usual) != usual for name, usual in USUAL.items()):
+        return None
+    signature = getattr(getattr(compiled, "src", None), "signature", {})
+    taken, sizes = [], []
+    for place, name in enumerate(given):
+        kind = signature.get(name, "")
+        # those whose value is compiled in, as of a pointer that is None
+        if kind != "constexpr":
+            size = SIZES.get("*" if kind.startswith("*") else kind)
+            if size is None:
+                return None
+            taken.append(place)
+            sizes.append(size)
+    try:
+        # two addresses of scratch memory come last
+        return taken if parameter_sizes(compiled.function) == [*sizes, 8, 8] else None
+    except NoCompiler:
+        return None
 
 
 _launchers: dict[tuple[Any, ...], Launcher] = {}
@@ -179,12 +210,5 @@ def launch(
     """One launch, with tensors; the first of them is of the current device."""
     dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
     device, pointer = device_of(tensors[0])  # type: ignore[arg-type]
-    pointers = [None if tensor is None else pointer(tensor) for tensor in tensors]
+    pointers = tuple([None if tensor is None else pointer(tensor) for tensor in tensors])
     launcher(kernel, warps, constants, dtypes, registers)(grid, pointers, numbers, device)
-
-
-def class_of(number: int) -> str:
-    """Triton has kernels of their own for 1, for multiples of 16, and for numbers of 64 bits."""
-    if not -(2**31) <= number < 2**31:
-        return "wide multiple" if number & 15 == 0 else "wide"
-    return "one" if number == 1 else "any" if number & 15 else "multiple"
