@@ -65,7 +65,7 @@ class Recorder:
         called, recorder = launching.Launcher.__call__, self
 
         def noted(self: Any, grid: Any, pointers: Any, numbers: Any, device: int, stream: Any = None) -> None:
-            classes = [launching.class_of(number) for number in numbers]
+            classes = [class_of(number) for number in numbers]
             described = describe(self.kernel, self.dtypes, classes, self.options, self.constants)
             recorder.launches.setdefault(json.dumps(described), recorder.label)
             if recorder._run:
@@ -78,6 +78,13 @@ class Recorder:
         """Undoes `install`."""
         launcher, launcher_call = self._replaced
         launcher.__call__ = launcher_call
+
+
+def class_of(number: int) -> str:
+    """Triton has kernels of their own for 1, for multiples of 16, and for numbers of 64 bits."""
+    if not -(2**31) <= number < 2**31:
+        return "wide multiple" if number & 15 == 0 else "wide"
+    return "one" if number == 1 else "any" if number & 15 else "multiple"
 
 
 def describe(kernel: Any, dtypes: Any, classes: list[str], options: dict[str, int], constants: Any) -> list[Any]:

@@ -31,7 +31,8 @@ from embedfuse.kernels.configs import lookup_config, power_of_two, update_config
 from embedfuse.optim import Adagrad, RowWiseAdagrad
 from embedfuse.plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, OFFSET, T_OFFSET
 from embedfuse.torch.backends import BadId, device_errors
-from embedfuse.torch.backends.sorted_runs import ranked
+from embedfuse.torch.backends.few_sort import FewSort
+from embedfuse.torch.backends.launching import device_of
 from embedfuse.torch.backends.triton import TritonBackend
 
 pytestmark = needs_kernels
@@ -194,6 +195,18 @@ def test_tile_sizes_fit_together(widest: int) -> None:
     assert update.block_d >= widest and update.block % update.chunk == 0 and update.long < update.chunk // 2
     for size in (lookup.lanes, lookup.block_d, lookup.warps, *dataclasses.astuple(update)):
         assert size == power_of_two(size)
+
+
+def ranked(keys: torch.Tensor, whole: int, window: int, position: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorted keys, and their positions."""
+    device, pointer = device_of(keys)
+    memory = [keys.clone(), torch.empty_like(keys)]
+    order, beside = (torch.empty(len(keys), dtype=dtype, device=keys.device) for dtype in (position, torch.int32))
+    pointers = [pointer(tensor) for tensor in memory]
+    found = FewSort(keys.dtype, position, whole, window)(
+        len(keys), (pointers[0], pointers[1]), pointer(order), pointer(beside), device
+    )
+    return next(tensor for tensor, one in zip(memory, pointers, strict=True) if one is found), order
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -163,6 +163,8 @@ int launch_once(Address driver, Address function, uint32_t blocks, uint32_t thre
 
 NB_MODULE(_launch, module) {
   module.doc() = "Launches of compiled CUDA kernels.";
+  // those that launch live as long as the process, in which nanobind sees a leak
+  nb::set_leak_warnings(false);
   nb::class_<Kernels>(module, "Kernels", "The compiled forms of one kernel, by the kind of its calls.")
       .def(nb::init<Address, size_t, std::vector<int>>(), "driver"_a, "pointers"_a, "seen"_a,
            "`driver`: address of cuLaunchKernelEx. `seen`: for each number whether a compiler may look at it.")

@@ -1,5 +1,6 @@
 """The optimizer's state of one group of tables: slots, step counters and hyper-parameters, as kernels read them."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,10 +28,11 @@ class ordinary_tensors:
             self._outside.__enter__()
         # in this order: leaving inference mode turns gradients on
         self._graded = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
+        # what `torch.set_grad_enabled` does, without making an object of it
+        torch._C._set_grad_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
-        torch.set_grad_enabled(self._graded)
+        torch._C._set_grad_enabled(self._graded)
         if self._outside is not None:
             self._outside.__exit__(*error)
 
@@ -75,6 +77,7 @@ class GroupState:
 
     def _start(self) -> None:
         buffer = self.arena.buffer
+        self._followed = weakref.ref(buffer)
         self.slots = zeros(self._total, accumulation_dtype(buffer.dtype), buffer.device)
         self.steps = torch.zeros(len(self.optimizers), dtype=torch.int64, device=buffer.device)
         self.hyper = torch.zeros((0, 0), dtype=torch.float64, device=buffer.device)
@@ -94,7 +97,11 @@ class GroupState:
 
     def follow(self) -> bool:
         """Moves to the device and type of the tables, should they have moved; says whether they had."""
-        device, dtype = self.arena.buffer.device, accumulation_dtype(self.arena.buffer.dtype)
+        buffer = self.arena.buffer
+        if self._followed() is buffer:
+            return False
+        self._followed = weakref.ref(buffer)
+        device, dtype = buffer.device, accumulation_dtype(buffer.dtype)
         if self.slots.device == device and self.slots.dtype == dtype:
             return False
         if self.slots.is_meta:

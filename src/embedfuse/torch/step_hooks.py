@@ -24,6 +24,8 @@ def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def either(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return chosen(self, *args, **kwargs)
         # hooks may come after the function that calls this was compiled, so they are looked for outside of its graph
         return _outside_of_graphs(chosen)(self, *args, **kwargs)
 

@@ -65,14 +65,14 @@ _runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def _idle(hook: Any) -> bool:
-    """Whether nothing hangs on a hook, which is None or a chain of calls."""
-    return hook is None or getattr(hook, "calls", True) == []
-
-
 def _unwatched() -> bool:
-    """Whether nobody watches launches."""
-    return _runtime is not None and _idle(_runtime.launch_enter_hook) and _idle(_runtime.launch_exit_hook)
+    """Whether nobody watches launches: hooks are None, or chains of no calls."""
+    if _runtime is None:
+        return False
+    before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return (before is None or getattr(before, "calls", True) == []) and (
+        after is None or getattr(after, "calls", True) == []
+    )
 
 
 class Launcher:

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from ...kernels.configs import UpdateConfig, narrow_of
-from ...kernels.few_keys import merge_kernel, rank_kernel
 from ...kernels.runs import key_kernel, segment_kernel
 from . import Csr, Update
 from .descriptor_facts import TableFacts
-from .launching import HOST, device_of, launch, launcher
+from .few_sort import FewSort
+from .launching import HOST, device_of, launcher
 from .radix_sort import RadixSort, radix_sort
 
 INT32 = 2**31 - 1
 STEP = 4
 """Partial sums start at multiples of this many elements."""
-RANKED = 16
-"""Keys that one program of `kernels/few_keys.py` puts in their places."""
+FEW, RADIX, TORCH = range(3)
+"""How ids are sorted: by `few_sort.py`, by `radix_sort.py`, by PyTorch."""
 ALIGNMENT = 128
 """Bytes; tensors that share an allocation start at multiples."""
 ARRIVED = 8
@@ -99,6 +99,7 @@ class Sorter:
         has_coefficients = order.scaled or order.weighted
         # made for the first batch that needs it
         self.radix: RadixSort | None = None
+        self._few = FewSort(self.key, position, config.whole, config.window)
         # where nothing else is to be put in order, gradient rows are sorted beside the keys, in place of positions
         self.carries = False
         self._undecided = self.key is torch.int32 and not order.wide_positions
@@ -108,7 +109,7 @@ class Sorter:
             "list_counts": small, "sources": source, "coefficients": real if has_coefficients else None,
             "starts": position, "tags": small, "rows": self.key, "first_sources": source, "counts": small,
             "long": position, "cuts": position, "cut_tables": small, "partials": real, "folds": real,
-            "order": position, **dict.fromkeys(("keys", "other_keys", "beside", "digits"), small),
+            "order": position, "keys": self.key, "other_keys": self.key, "beside": small, "digits": small,
         }  # fmt: skip
         types = self.dtypes
         self._keys = launcher(
@@ -138,7 +139,7 @@ class Sorter:
         )  # fmt: skip
         self._types = {name: dtype for name, dtype in types.items() if dtype is not None}
         self._absent = dict.fromkeys(types.keys() - self._types.keys())
-        self._layouts: dict[tuple[int, bool], tuple[dict[str, tuple[int, int]], int]] = {}
+        self._layouts: dict[tuple[int, int], tuple[list[int], list[int], int]] = {}
 
     def __call__(
         self, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor, update: Update | None
@@ -159,14 +160,15 @@ class Sorter:
             # last, since other threads come here, too
             self._undecided = False
         radix = self.radix if number > config.some else None
-        memory, at = self._scratch(number, radix is not None, csr.ids.device, device == HOST)
+        how = RADIX if radix is not None else FEW if number <= config.few else TORCH
+        memory, at = self._scratch(number, how, csr.ids.device, device == HOST)
         weights = None if csr.weights is None else pointer(csr.weights)
         steps: tuple[Any, ...] = (None, None, None)
         if order.counted and update is not None and update.counted is not None:
             skip = None if update.skip is None else pointer(update.skip)
             steps = (pointer(update.steps), pointer(update.counted), skip)
         # by itself where PyTorch sorts, so that what was sorted need not be kept
-        keys = None if radix is not None else torch.empty(number, dtype=self.key, device=csr.ids.device)
+        keys = torch.empty(number, dtype=self.key, device=csr.ids.device) if how == TORCH else None
         self._keys(
             (ceil_div(number, config.keys),), (
                 pointer(features), pointer(tables), pointer(csr.ids), pointer(csr.offsets), weights,
@@ -183,9 +185,12 @@ class Sorter:
             p_keys, positions = self._by_radix(radix, number, at)
             if self.carries:
                 segments, at["sources"], positions = self._carried, positions, None
+        elif keys is None:
+            positions = at["order"]
+            p_keys = self._few(number, (at["keys"], at["other_keys"]), positions, at["beside"], device)
         else:
-            assert keys is not None
-            keys, ordered = self._without_radix(keys)
+            keys, ordered = torch.sort(keys, stable=True)
+            ordered = ordered.to(self.position)
             p_keys, positions, kept = pointer(keys), pointer(ordered), (memory, keys, ordered)
         blocks = ceil_div(number, config.block)
         owners = self.facts.owners
@@ -208,71 +213,43 @@ class Sorter:
             at["list_counts"] + ARRIVED, first,
         )  # fmt: skip
 
-    def _without_radix(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorted keys, and positions."""
-        if keys.shape[0] <= self.config.few:
-            return ranked(keys, self.config.whole, self.config.window, self.position)
-        found, positions = torch.sort(keys, stable=True)
-        return found, positions.to(self.position)
-
-    def _scratch(
-        self, number: int, sorts: bool, device: torch.device, as_tensors: bool
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def _scratch(self, number: int, how: int, device: torch.device, as_tensors: bool) -> tuple[Tensor, dict[str, Any]]:
         """Memory for a batch of so many ids, in one allocation since each takes the host a while; and its parts."""
         rounded = ceil_div(number, ROUND) * ROUND if number > ROUND else ceil_div(number, ALIGNMENT) * ALIGNMENT
-        found = self._layouts.get((rounded, sorts))
+        found = self._layouts.get((rounded, how))
         if found is None:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
-            found = self._layouts[rounded, sorts] = self._layout(rounded, sorts)
-        places, size = found
+            found = self._layouts[rounded, how] = self._layout(rounded, how)
+        starts, lengths, size = found
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        at: dict[str, Any]
+        parts: list[Any]
         if as_tensors:
-            at = {name: memory[start : start + n].view(self._types[name]) for name, (start, n) in places.items()}
+            parts = [
+                memory[start : start + length].view(dtype)
+                for start, length, dtype in zip(starts, lengths, self._types.values(), strict=True)
+            ]
         else:
             base = memory.data_ptr()
-            at = {name: base + start for name, (start, _) in places.items()}
+            parts = [base + start for start in starts]
+        at: dict[str, Any] = dict(zip(self._types, parts, strict=True))
         at.update(self._absent)
         return memory, at
 
-    def _layout(self, number: int, sorts: bool) -> tuple[dict[str, tuple[int, int]], int]:
-        """For each name the first byte and how many, and the bytes of all."""
+    def _layout(self, number: int, how: int) -> tuple[list[int], list[int], int]:
+        """For each name the first byte, and how many; and the bytes of all."""
         config = self.config
         blocks, windows = ceil_div(number, config.block), ceil_div(number, config.chunk)
         segments = blocks * (config.block + 1)
-        sorted_here = number if sorts else 0
+        keys = number if how != TORCH else 0
         elements = {
             "position_sources": number, "position_coefficients": number, "list_counts": 4, "sources": number,
             "coefficients": number, "starts": segments, "tags": segments, "rows": segments, "first_sources": segments,
             "counts": blocks, "long": number // config.long, "cuts": windows, "cut_tables": windows,
             "partials": 2 * windows * self.stride, "folds": ceil_div(windows, config.fold) * self.stride,
-            "keys": sorted_here, "other_keys": sorted_here, "order": 0 if self.carries else sorted_here,
-            "beside": sorted_here, "digits": self.radix.words(number) if self.radix is not None and sorts else 0,
+            "keys": keys, "other_keys": keys, "beside": keys, "order": 0 if how == RADIX and self.carries else keys,
+            "digits": self.radix.words(number) if how == RADIX and self.radix is not None else 0,
         }  # fmt: skip
-        places, size = {}, 0
-        for name, dtype in self._types.items():
-            length = elements[name] * dtype.itemsize
-            places[name] = (size, length)
-            size += ceil_div(length, ALIGNMENT) * ALIGNMENT
-        return places, size
-
-
-def ranked(keys: Tensor, whole: int, window: int, position: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`torch.sort(keys, stable=True)` for few keys, with positions of a dtype.
-
-    In one launch for up to `whole` of them, else in two, by windows of so many, a power of two of at least `RANKED`.
-    """
-    number = keys.shape[0]
-    found, order = torch.empty_like(keys), torch.empty(number, dtype=position, device=keys.device)
-    grid, tiles = (ceil_div(number, RANKED),), {"ROWS": RANKED, "BLOCK": 256}
-    if number <= whole:
-        launch(rank_kernel, grid, (keys, found, order), (number, grid[0] * RANKED), 4, tiles)
-        return found, order
-    sorted_keys, positions = torch.empty_like(keys), torch.empty(number, dtype=torch.int32, device=keys.device)
-    launch(rank_kernel, grid, (keys, sorted_keys, positions), (number, window), 4, tiles)
-    launch(
-        merge_kernel, grid, (sorted_keys, positions, found, order), (number,), 4,
-        {"WINDOW": window, "STEPS": window.bit_length(), "ROWS": RANKED, "WINDOWS": 32},
-    )  # fmt: skip
-    return found, order
+        lengths = [elements[name] * dtype.itemsize for name, dtype in self._types.items()]
+        rounded = [ceil_div(length, ALIGNMENT) * ALIGNMENT for length in lengths]
+        return [sum(rounded[:place]) for place in range(len(rounded))], lengths, sum(rounded)

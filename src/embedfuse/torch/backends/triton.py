@@ -22,11 +22,12 @@ from ...plan import FROZEN
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_errors
 from .absent_rows import fill_absent, zeros_come_later
 from .compact import compact_row_grad
-from .descriptor_facts import alignment, feature_facts, known_columns, rows_align, table_facts
+from .descriptor_facts import TableFacts, alignment, feature_facts, rows_align, table_facts
 from .launching import device_of, launch, on_device
 from .lookup_launch import Lookup
-from .sorted_runs import Order, Sorter, ceil_div
-from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Summer, Sums, Target, grad_align
+from .passes import passes_of
+from .sorted_runs import ceil_div
+from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, grad_align
 
 try:
     import triton
@@ -216,7 +217,7 @@ class TritonBackend:
             count(update)
             return
         target = Target(STEP_ROWS, update.table, facts.starts, update)
-        self._sum_by_row(target, update.features, update.tables, csr, scale, grad)
+        self._sum_by_row(target, update.features, update.tables, csr, scale, grad, facts=facts)
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
@@ -265,7 +266,7 @@ class TritonBackend:
 
     def _sum_by_row(
         self, target: Target, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor,
-        winners: Tensor | None = None, dots: Tensor | None = None,
+        winners: Tensor | None = None, dots: Tensor | None = None, facts: TableFacts | None = None,
     ) -> None:  # fmt: skip
         if csr.ids.shape[0] == 0 or csr.bags == 0:
             if target.update is not None:
@@ -277,25 +278,13 @@ class TritonBackend:
         csr = _contiguous(csr)
         if scale.dtype is not torch.float32 or not scale.is_contiguous():
             scale = scale.to(torch.float32).contiguous()
-        facts = table_facts(tables)
+        facts = facts or table_facts(tables)
         fill = target.fill and zeros_come_later(target.out, facts, csr.ids.shape[0])
         config = self._update_config(facts.widest)
         if dots is not None:
             config = configs.dots_config(config)
-        order = Order.of(
-            csr, scale, grad, winners is not None or dots is not None,
-            target.mode != STORE_SUMS and FROZEN in facts.rules, target.update,
-        )  # fmt: skip
-        sums = Sums.of(
-            target, grad, known_columns(features), winners is not None, dots is not None, facts.clipped
-        )  # fmt: skip
         with on_device(grad.device):
-            found = facts.passes.get((order, sums, id(config)))
-            if found is None:
-                sorter = Sorter(order, facts, config)
-                # the sorter keeps `config`, and with it its id
-                found = facts.passes[order, sums, id(config)] = sorter, Summer(sums, sorter, facts, config)
-            sorter, summer = found
+            sorter, summer = passes_of(target, facts, config, features, csr, scale, grad, winners, dots)
             runs = sorter(features, tables, csr, scale, grad, target.update)
             if fill:
                 fill_absent(runs, target.out, facts)
