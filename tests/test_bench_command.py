@@ -69,7 +69,10 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
 MISTAKES = {
     "case": (["--suite", "cpu", "--cases", "nothing"], "`cases` must name cases of suite 'cpu', got 'nothing'"),
     "provider": (["--suite", "cpu", "--providers", "numpy"], "got 'numpy'"),
-    "model provider": (["--suite", "models", "--providers", "torch"], "`providers` must be of embedfuse, torch-dense"),
+    "model provider": (
+        ["--suite", "models", "--providers", "torch"],
+        "`providers` must be of embedfuse, embedfuse-backward, torch-dense",
+    ),
     "scale": (["--scale", "0"], "`scale` must be more than 0, got 0"),
     "threads": (["--threads", "1,x"], "`threads` must be numbers from 1"),
     "from": (["--from", "no.json"], "no.json"),
@@ -100,13 +103,13 @@ def test_models_are_checked_and_timed(
     ]
     monkeypatch.setattr(models, "MODEL_CASES", small)
     out = tmp_path / "models.json"
-    names = "embedfuse,torch-dense,torch-sparse,fbgemm,none"
+    names = "embedfuse,embedfuse-backward,torch-dense,torch-sparse,fbgemm,none"
     command = ["bench", "--suite", "models", "--scale", "0.05", "--rounds", "2", "--device", "cpu", "--out", str(out)]
     assert cli.main([*command, "--providers", names]) == 0
     made = json.loads(out.read_text())
     assert made["not run"] == []
     for case in made["cases"]:
-        for name in ("embedfuse", "torch-dense", "torch-sparse", "none"):
+        for name in ("embedfuse", "embedfuse-backward", "torch-dense", "torch-sparse", "none"):
             entry = case["providers"][name]
             assert "wrong" not in entry
             assert entry["phases"]["eager"]["wall"]["median"] > 0
@@ -174,15 +177,16 @@ def test_models_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
                 suite="models",
                 device=torch.device("cuda", 0),
                 scale=1.0,
-                providers=("embedfuse", "torch-dense", "none"),
+                providers=("embedfuse", "embedfuse-backward", "torch-dense", "none"),
             )
         )
-    own = made["cases"][0]["providers"]["embedfuse"]
-    assert "wrong" not in own, own
-    assert own["phases"]["eager"]["launches"] > 0
-    assert "compiled" in own["phases"], own
-    assert "device" in own["phases"]["compiled"], own["phases"]["compiled"]
-    assert own["phases"]["compiled"]["device"]["median"] > 0, own
+    for name in ("embedfuse", "embedfuse-backward"):
+        own = made["cases"][0]["providers"][name]
+        assert "wrong" not in own, own
+        assert own["phases"]["eager"]["launches"] > 0
+        assert "compiled" in own["phases"], own
+        assert "device" in own["phases"]["compiled"], own["phases"]["compiled"]
+        assert own["phases"]["compiled"]["device"]["median"] > 0, own
 
 
 GUARDED = {"cpu_bags": (0.75, 2.2), "cpu_single_ids": (0.85, 2.0), "cpu_bags_bfloat16_adam": (0.8, 2.0)}

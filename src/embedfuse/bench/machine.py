@@ -110,22 +110,6 @@ def copy_bandwidth(device: torch.device, elements: int | None = None) -> float:
     return float(2 * source.nbytes / statistics.median(seconds))
 
 
-def smallest_graph(device: torch.device) -> float:
-    """Milliseconds from asking for a CUDA graph of one kernel until it is done: less no captured step can take."""
-    one = torch.zeros(1, device=device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one.zero_()
-    seconds = []
-    for _ in range(50):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * 1e3
-
-
 class Flusher:
     """Empties a GPU's cache by writing something larger."""
 

@@ -19,6 +19,7 @@ DENSE_RATE, DENSE_EPSILON = 1e-3, 1e-3
 """Of Adam. With its usual epsilon it makes whole steps of the last digits of gradients that are nearly 0."""
 PROVIDERS = {
     "embedfuse": "EmbeddingCollection and FusedOptimizer",
+    "embedfuse-backward": "the same with update='backward', where fbgemm-gpu updates, too",
     "torch-dense": "one nn.EmbeddingBag per table, dense gradients, torch.optim.Adagrad",
     "torch-sparse": "the same with sparse gradients",
     "fbgemm": "SplitTableBatchedEmbeddingBagsCodegen, Adagrad in backward",
@@ -195,6 +196,9 @@ class Trainable:
         self.table_optimizer: Any = None
         gc.collect()
         self.table_optimizer = self.embeddings.make_optimizer()
+        if self.provider == "embedfuse-backward":
+            # the tables keep it, and it steps in backward
+            self.table_optimizer = None
         on_gpu = self.device.type == "cuda"
         self.optimizer = torch.optim.Adam(
             self.dense.values(), DENSE_RATE, eps=DENSE_EPSILON, capturable=on_gpu, fused=on_gpu
@@ -238,8 +242,8 @@ class Trainable:
 
 
 def _embeddings(case: ModelCase, provider: str, lookups: Sequence[Lookup], device: torch.device) -> nn.Module:
-    if provider == "embedfuse":
-        fused = FusedEmbeddings(lookups, device)
+    if provider.startswith("embedfuse"):
+        fused = FusedEmbeddings(lookups, device, "backward" if provider == "embedfuse-backward" else "step")
         fused.collection.out_of_range = "ignore"
         return fused
     if provider.startswith("torch"):

@@ -26,7 +26,7 @@ from .providers import (
     version_of,
     why_not,
 )
-from .timing import Job, Refusals, examine, results, take_turns
+from .timing import Job, Refusals, examine, results, smallest_graph, take_turns
 
 FORMAT = 1
 COMPILED = ("ten_tables", "single_ids", "fbgemm_default", "tiny", "cpu_bags")
@@ -103,7 +103,7 @@ def report_of(options: Options, kind: str) -> dict[str, Any]:
             "on several threads beyond use. Better wait until it is idle."
         )
     return {
-        "smallest graph ms": machine.smallest_graph(options.device) if on_gpu else None,
+        "smallest graph ms": smallest_graph(options.device) if on_gpu else None,
         "format": FORMAT, "kind": kind, "suite": options.suite, "scale": options.scale, "rounds": options.rounds,
         "machine": own,
         "copy bytes per second": bandwidth,

@@ -62,7 +62,7 @@ class FusedEmbeddings(nn.Module):
         self,
         lookups: Sequence[Lookup],
         device: torch.device | None = None,
-        update: Literal["step", "autograd"] = "step",
+        update: Literal["step", "backward", "autograd"] = "step",
     ) -> None:
         super().__init__()
         self._fields = {lookup.name: lookup.field.name for lookup in lookups}
