@@ -55,6 +55,7 @@ def test_the_json_has_what_a_reader_needs(made: dict[str, Any]) -> None:
         assert own[key]
     assert own["versions"]["torch"] == torch.__version__
     assert made["copy bytes per second"] > 1e8
+    assert all(gain > 0 for gain in made["gains of two threads"].values())
     assert made["seconds"] > 0
     case = made["cases"][0]
     assert case["bytes"]["train"] == case["bytes"]["forward"] + case["bytes"]["backward"]
@@ -97,6 +98,8 @@ def test_ratios_and_shares_are_computed_from_the_json(made: dict[str, Any]) -> N
         for threads, milliseconds in sides.items():
             found["providers"]["embedfuse"]["phases"][f"forward, {threads}"]["wall"]["median"] = milliseconds
     assert "embedfuse, forward: two threads are 1.50 times as fast as one" in list(ratios.scaling(own))
+    own["gains of two threads"]["copy"] = 1.25
+    assert "this machine, a copy: two threads are 1.25 times as fast as one" in list(ratios.scaling(own))
     own["copy bytes per second"] = case["bytes"]["train"] * 1000
     assert reading.share_of_copy(own, case, "embedfuse", "train, 1 thread") == pytest.approx(0.5)
     assert reading.geometric_mean([1, 4]) == pytest.approx(2)

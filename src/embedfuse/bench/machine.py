@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,30 @@ def copy_bandwidth(device: torch.device, elements: int | None = None) -> float:
             target.copy_(source)
             seconds.append(time.perf_counter() - start)
     return float(2 * source.nbytes / statistics.median(seconds))
+
+
+def gains_of_threads(threads: int) -> dict[str, float]:
+    """How many times as fast a copy, and a product of matrices, are on so many threads as on one; in turn, medians.
+
+    What the machine gives: two "cores" of a virtual machine may be one, and share its memory in any case.
+    """
+    source, matrix = torch.zeros(CPU_ELEMENTS // 4), torch.ones(512, 512)
+    target, product = torch.ones_like(source), torch.ones_like(matrix)
+    works: dict[str, Callable[[], Any]] = {
+        "copy": lambda: target.copy_(source), "product of matrices": lambda: torch.mm(matrix, matrix, out=product)
+    }  # fmt: skip
+    seconds: dict[tuple[str, int], list[float]] = {}
+    before = torch.get_num_threads()
+    for _ in range(COPIES):
+        for number in (1, threads):
+            torch.set_num_threads(number)
+            for name, work in works.items():
+                start = time.perf_counter()
+                work()
+                seconds.setdefault((name, number), []).append(time.perf_counter() - start)
+    torch.set_num_threads(before)
+    middle = {key: statistics.median(values) for key, values in seconds.items()}
+    return {name: round(middle[name, 1] / middle[name, threads], 3) for name in works}
 
 
 class Flusher:

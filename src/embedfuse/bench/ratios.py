@@ -123,7 +123,8 @@ def _has(report: Report, providers: list[str]) -> bool:
 
 
 def scaling(report: Report) -> Iterator[str]:
-    """On a CPU: how much faster ours are on more threads."""
+    """On a CPU: how much faster ours are on more threads, and what the machine gives."""
+    said = False
     for phase in PHASES:
         for name in OURS:
             gains = []
@@ -132,7 +133,11 @@ def scaling(report: Report) -> Iterator[str]:
                 if one and two and not is_disturbed(report, case, f"{phase}, 2 threads"):
                     gains.append(one / two)
             if gains:
+                said = True
                 yield f"{name}, {phase}: two threads are {geometric_mean(gains):.2f} times as fast as one"
+    if said:
+        for name, gain in (report.get("gains of two threads") or {}).items():
+            yield f"this machine, a {name}: two threads are {gain:.2f} times as fast as one"
 
 
 def hot_row(report: Report) -> Iterator[str]:

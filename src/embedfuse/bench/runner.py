@@ -91,7 +91,7 @@ def report_of(options: Options, kind: str) -> dict[str, Any]:
     """An empty report: what is known before anything is timed."""
     # larger than caches, but quick where it is only a try
     elements = 1 << 22 if options.scale < 0.1 else None
-    on_gpu = options.device.type == "cuda" and options.graphs
+    on_gpu, on_cpu = options.device.type == "cuda" and options.graphs, options.device.type == "cpu"
     threads = torch.get_num_threads()
     torch.set_num_threads(threads if options.device.type == "cuda" else max(options.threads))
     bandwidth = machine.copy_bandwidth(options.device, elements)
@@ -107,6 +107,7 @@ def report_of(options: Options, kind: str) -> dict[str, Any]:
         "format": FORMAT, "kind": kind, "suite": options.suite, "scale": options.scale, "rounds": options.rounds,
         "machine": own,
         "copy bytes per second": bandwidth,
+        "gains of two threads": machine.gains_of_threads(2) if on_cpu and 2 in options.threads else None,
         "providers": {}, "cases": [], "not run": [],
     }  # fmt: skip
 
