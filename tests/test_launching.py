@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +117,10 @@ def _parameter(name):
     return SimpleNamespace(name=name, do_not_specialize=name == "n")
 
 
+class Compiled(SimpleNamespace):
+    """What Triton's call returns."""
+
+
 class Kernel:
     """A `triton.jit` function `(a, b, n, m, TILE)`, as far as launchers look at it."""
 
@@ -123,7 +129,7 @@ class Kernel:
 
     def __init__(self, signature, **metadata):
         self.calls = []
-        self.compiled = SimpleNamespace(
+        self.compiled = Compiled(
             function=FUNCTION, src=SimpleNamespace(signature=signature),
             metadata=SimpleNamespace(num_warps=2, shared=64, **metadata),
         )  # fmt: skip
@@ -196,6 +202,16 @@ def test_kernels_that_are_not_as_expected_stay_with_triton(driver, signature, si
     kernel = Kernel(signature, **metadata)
     launch_twice(kernel)
     assert len(kernel.calls) == 2 and driver.launches == []
+
+
+def test_kernels_that_are_launched_by_address_stay_loaded(driver):
+    kernel = Kernel(SIGNATURE)
+    launcher = launching.Launcher(kernel, 2, {"TILE": 8}, (torch.float32, None))
+    launcher((3,), (1 << 40, None), (5, 2**33 + 1), 0)
+    left = weakref.ref(kernel.compiled)
+    del kernel.compiled
+    gc.collect()
+    assert left() is not None
 
 
 def test_without_the_compiled_part_or_a_driver_all_calls_are_tritons(driver, monkeypatch):

@@ -101,6 +101,9 @@ class Launcher:
         self._seen = [name not in blind for name in numbers]
         # made when first needed, since there may be no driver
         self._known: Any = None
+        # Triton unloads compiled kernels that nobody has
+        self._kept: list[Any] = []
+        self._refused: dict[int, Any] = {}
 
     def __call__(
         self, grid: tuple[int, ...], pointers: tuple[Any, ...], numbers: tuple[int, ...], device: int,
@@ -129,7 +132,8 @@ class Launcher:
         compiled = self._by_triton(grid, addresses, numbers, stream)
         if hasattr(compiled, "function"):
             Launcher.functions.add(compiled.function)
-            self._note(compiled, device, pointers, numbers)
+            if id(compiled) not in self._refused:
+                self._note(compiled, device, pointers, numbers)
 
     def _by_triton(self, grid: Any, pointers: Any, numbers: Any, stream: torch.cuda.Stream | None) -> Any:
         with torch.cuda.stream(stream):
@@ -141,7 +145,9 @@ class Launcher:
             return
         taken = _taken(compiled, self._given)
         if taken is None:
+            self._refused[id(compiled)] = compiled
             return
+        self._kept.append(compiled)
         if self._known is None:
             self._known = Kernels(launch_address(), len(self.dtypes), self._seen)
         metadata = compiled.metadata
