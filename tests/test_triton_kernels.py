@@ -229,6 +229,17 @@ def test_keys_are_sorted_in_windows(number: int, window: int, dtype: torch.dtype
     assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
 
 
+@pytest.mark.parametrize("ids", [8, 16, 20])
+def test_windows_of_tables_one_after_the_other_are_sorted(ids: int) -> None:
+    # those of some tables are a window or two, of others share one; the last table is read twice
+    tables = torch.arange(30, device=DEVICE).repeat_interleave(ids)
+    keys = (tables.clamp(max=28) * 100 + torch.randint(0, 9, tables.shape, device=DEVICE)).int()
+    keys[::11] = 10_000
+    expected = torch.sort(keys, stable=True)
+    found, order = ranked(keys, 32, 16, torch.int32)
+    assert torch.equal(found, expected.values) and torch.equal(order, expected.indices)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("most", [3, 1000, 2**31 - 1])

@@ -46,11 +46,12 @@ def rank_kernel(p_keys, p_sorted, p_order, number, window, ROWS: tl.constexpr, B
 )
 def merge_kernel(
     p_keys, p_positions, p_sorted, p_order, number,
-    WINDOW: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, WINDOWS: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """One program: `ROWS` keys of sorted windows, each put in its place among all, `WINDOWS` windows at a time.
 
-    `STEPS` bisections tell 0 to `WINDOW` apart. What `rank_kernel` wrote is read, and the same is written.
+    Windows of other tables are before or behind as a whole, which their ends tell; the others are bisected. What
+    `rank_kernel` wrote is read, and the same is written.
     """
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = at < number
@@ -61,17 +62,22 @@ def merge_kernel(
     first = 0
     while first * WINDOW < number:
         window = (first + tl.arange(0, WINDOWS))[None, :]
-        low = tl.zeros([ROWS, WINDOWS], tl.int32)
-        high = low + tl.minimum(tl.maximum(number - window * WINDOW, 0), WINDOW)
+        size = tl.minimum(tl.maximum(number - window * WINDOW, 0), WINDOW)
+        least = tl.load(p_keys + window * WINDOW, mask=size > 0, other=0)
+        most = tl.load(p_keys + window * WINDOW + size - 1, mask=size > 0, other=0)
         # its own is sorted already
-        high = tl.where(window == own, 0, high)
-        for _ in tl.static_range(STEPS):
+        some = ((least < key[:, None]) | ((least == key[:, None]) & (window < own))) & (window != own)
+        high = tl.where(some, size, 0)
+        low = tl.where((most < key[:, None]) | ((most == key[:, None]) & (window < own)), high, 0)
+        left = tl.max(tl.max(high - low, axis=1), axis=0)
+        while left > 0:
             middle = (low + high) // 2
             search = low < high
             other = tl.load(p_keys + window * WINDOW + middle, mask=search, other=0)
             earlier = (other < key[:, None]) | ((other == key[:, None]) & (window < own))
             low = tl.where(search & earlier, middle + 1, low)
             high = tl.where(search & (earlier == 0), middle, high)
+            left = left // 2
         before += low
         first += WINDOWS
     rank = at % WINDOW + tl.sum(before, axis=1)

@@ -27,7 +27,7 @@ class FewSort:
         self._rank_all = launcher(rank_kernel, 4, tiles, (key, key, position))
         self._rank = launcher(rank_kernel, 4, tiles, (key, key, small))
         self._merge = launcher(
-            merge_kernel, 4, {"WINDOW": window, "STEPS": window.bit_length(), "ROWS": RANKED, "WINDOWS": 32},
+            merge_kernel, 4, {"WINDOW": window, "ROWS": RANKED, "WINDOWS": 32},
             (key, small, key, position),
         )  # fmt: skip
 
