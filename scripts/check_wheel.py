@@ -23,6 +23,7 @@ def main() -> None:
     shipped.add(Path("py.typed"))
     missing = [str(path) for path in sorted(shipped) if not (package / path).is_file()]
     assert not missing, f"the wheel lacks {', '.join(missing)}"
+    assert find_spec("embedfuse.kernels._launch"), "the wheel lacks what launches GPU kernels"
     for framework in ("torch", "jax", "keras", "tensorflow"):
         assert framework not in sys.modules, f"`import embedfuse` loaded {framework}"
 

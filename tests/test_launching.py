@@ -92,11 +92,29 @@ def test_what_cannot_be_launched_is_an_error():
         known(0, STREAM, (1,), ("16",), (5,))
     with pytest.raises(OverflowError):
         known(0, STREAM, (1,), (1 << 70,), (5,))
+    for pointers, numbers in ((60, 3), (2**64 - 2, 0)):
+        with pytest.raises(ValueError, match="62"):
+            _launch.Kernels(driver.address, pointers, [False] * numbers)
     with pytest.raises(ValueError, match="62"):
-        _launch.Kernels(driver.address, 60, [False] * 3)
+        known.add(0, (16,), (1,), FUNCTION, 32, 0, [0] * 63)
+    with pytest.raises(IndexError, match="not there"):
+        known.add(0, (16,), (1,), FUNCTION, 32, 0, [2])
+    for programs in (0, -1, 2**31, 2**32 + 1):
+        with pytest.raises(IndexError, match=f"a grid of {programs} programs"):
+            known(0, STREAM, (1, programs), (16,), (5,))
     with pytest.raises(ValueError, match="64"):
         _launch.launch(driver.address, FUNCTION, 1, 32, STREAM, (0,) * 65, False)
     assert len(driver.launches) == 1
+
+
+def test_a_thread_without_a_context_is_left_to_triton():
+    driver = Driver()
+    known = _launch.Kernels(driver.address, 1, [False])
+    known.add(0, (16,), (5,), FUNCTION, 32, 0, [0, 1])
+    driver.answer = 201
+    assert not known(0, STREAM, (1,), (16,), (5,))
+    driver.answer = 0
+    assert known(0, STREAM, (1,), (16,), (5,))
 
 
 def test_a_launch_of_blocks_that_wait_for_each_other():

@@ -280,6 +280,20 @@ def test_views_of_a_tables_own_memory_are_noticed():
         collection(torch.arange(2))
 
 
+def test_views_of_a_tables_own_memory_are_noticed_before_a_step():
+    table = embedfuse.TableConfig(4, 4, name="square", initializer=0.0)
+    collection = EmbeddingCollection(embedfuse.FeatureConfig(table, output_shape=(1,)), embedfuse.SGD(1.0))
+    optimizer, table = FusedOptimizer(collection), collection.tables["square"]
+    collection(torch.tensor([[1]])).sum().backward()
+    table.data = table.data.t()
+    optimizer.step()
+    assert table.tolist() == [[0] * 4, [-1] * 4, [0] * 4, [0] * 4]
+    collection(torch.tensor([[1]])).sum().backward()
+    table.data = table.data.reshape(2, 8)
+    with pytest.raises(ValueError, match=r"table 'square' must keep its shape \[4, 4\], got \[2, 8\]"):
+        optimizer.step()
+
+
 def test_configs_are_never_changed_and_every_name_is_allowed():
     table = embedfuse.TableConfig(3, 2, name="items")
     feature = embedfuse.FeatureConfig(table)

@@ -127,14 +127,15 @@ def update_config(widest: int) -> UpdateConfig:
     # 16 numbers of a row to a thread of one warp; with two warps, or half as many rows, up to 12 % slower on an H200
     segments = min(512 // block_d, 32) if block_d <= 128 else 1
     warps = min(max(block_d // 512, 1), 32)
-    # long segments: a tile that few registers hold; so few programs that others run beside them
-    tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048 if block_d < 4096 else 16384
-    # two partial sums for each CHUNK ids: the wider rows are, the fewer (longer pieces of them take no longer, H200)
-    chunk = 64 if block_d < 512 else 256 if block_d < 2048 else 512
+    # long segments: a tile that few registers hold, or many warps; so few programs that others run beside them
+    tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048 if block_d < 2048 else 16384
+    terms = min(max(tile // block_d, 1), 32)
+    # two partial sums for each CHUNK ids, so wide rows have fewer; but no sum of more than 256 gradients in a row
+    chunk = 64 if block_d < 512 else min(128 * terms, 512)
     return UpdateConfig(
         keys=512, some=1 << 14, few=1 << 15, whole=4096, window=512, chunk=chunk, block=512,
         parts=8 if block_d <= 64 else 16 if block_d <= 256 else 32, segments=segments,
-        warps=warps, long=8, terms=min(max(tile // block_d, 1), 32),
+        warps=warps, long=8, terms=terms,
         long_warps=max(min(block_d // (64 if block_d < 512 else 128), 16), 1), long_programs=1024,
         join=min(max(2048 // block_d, 1), 16), join_warps=4 if block_d < 512 else max(warps, 8), joiners=1024,
         fold=32, narrow=NARROW if block_d >= 64 else 1, block_d=block_d,

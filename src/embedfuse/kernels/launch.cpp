@@ -5,11 +5,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace nb = nanobind;
@@ -39,7 +42,8 @@ static_assert(sizeof(Attribute) == 72 && offsetof(Config, stream) == 32 && offse
 using Driver = int (*)(const Config*, void* function, void** arguments, void** extra);
 
 constexpr int32_t COOPERATIVE = 2;
-constexpr size_t MOST = 64;  // arguments
+constexpr int NO_CONTEXT = 201;  // what the driver says to a thread that has done nothing on a device yet
+constexpr size_t MOST = 64;      // arguments
 
 // What the driver says of a launch, 0 if all is well. Kernels that take 32 bits of a value read its first half.
 int launch(Driver driver, void* function, const uint32_t (&grid)[3], uint32_t threads, uint32_t shared, Address stream,
@@ -78,7 +82,8 @@ class Kernels {
  public:
   Kernels(Address driver, size_t pointers, std::vector<int> seen)
       : driver_(reinterpret_cast<Driver>(driver)), pointers_(pointers), seen_(std::move(seen)) {
-    if (pointers_ + seen_.size() + 2 > MOST) throw std::length_error("a kernel of more than 62 arguments");
+    if (pointers_ > MOST || pointers_ + seen_.size() + 2 > MOST)
+      throw std::length_error("a kernel of more than 62 arguments");
   }
 
   Kernels(const Kernels&) = delete;
@@ -86,6 +91,9 @@ class Kernels {
   void add(int64_t device, const nb::tuple& pointers, const nb::tuple& numbers, Address function, uint32_t threads,
            uint32_t shared, std::vector<uint8_t> taken) {
     int64_t values[MOST];
+    if (taken.size() + 2 > MOST) throw std::length_error("a kernel that takes more than 62 arguments");
+    for (const uint8_t place : taken)
+      if (place >= pointers_ + seen_.size()) throw std::out_of_range("a kernel that takes an argument that is not there");
     auto form = std::make_unique<Form>();
     form->kind = read(device, pointers, numbers, values);
     form->function = reinterpret_cast<void*>(function);
@@ -93,22 +101,27 @@ class Kernels {
     forms_.push_back(std::move(form));
   }
 
-  // Whether the form of this kind was known, and launched.
+  // Whether the form of this kind was known, and launched; not in a thread without a context, which Triton makes.
   bool operator()(int64_t device, Address stream, const nb::tuple& grid, const nb::tuple& pointers,
                   const nb::tuple& numbers) const {
     int64_t values[MOST], arguments[MOST];
     const Kind kind = read(device, pointers, numbers, values);
+    uint32_t shape[3] = {1, 1, 1};
+    for (size_t axis = 0; axis < size(grid) && axis < 3; ++axis) {
+      const int64_t programs = number(item(grid, axis));
+      if (programs < 1 || programs > std::numeric_limits<int32_t>::max())
+        throw std::out_of_range("a grid of " + std::to_string(programs) + " programs");
+      shape[axis] = static_cast<uint32_t>(programs);
+    }
     for (const auto& form : forms_) {
       if (std::memcmp(&form->kind, &kind, sizeof kind) != 0) continue;
       size_t count = 0;
       for (const uint8_t place : form->taken) arguments[count++] = values[place];
       // Triton's kernels end with two addresses of scratch memory, which ours have none of
       arguments[count++] = 0, arguments[count++] = 0;
-      uint32_t shape[3] = {1, 1, 1};
-      for (size_t axis = 0; axis < size(grid) && axis < 3; ++axis)
-        shape[axis] = static_cast<uint32_t>(number(item(grid, axis)));
       const int failed =
           launch(driver_, form->function, shape, form->threads, form->shared, stream, arguments, count, false);
+      if (failed == NO_CONTEXT) return false;
       if (failed != 0)
         throw std::runtime_error("a kernel was not launched: error " + std::to_string(failed) + " of CUDA's driver");
       return true;
@@ -171,7 +184,7 @@ NB_MODULE(_launch, module) {
       .def("add", &Kernels::add, "device"_a, "pointers"_a, "numbers"_a, "function"_a, "threads"_a, "shared"_a,
            "taken"_a, "Adds the form of calls of this kind, which takes some of the pointers and numbers.")
       .def("__call__", &Kernels::operator(), "device"_a, "stream"_a, "grid"_a, "pointers"_a, "numbers"_a,
-           "Launches; False, and nothing else, if no form of this kind was added.");
+           "Launches; False, and nothing else, if no form of this kind was added, or the thread has no context yet.");
   module.def("launch", &launch_once, "driver"_a, "function"_a, "blocks"_a, "threads"_a, "stream"_a, "arguments"_a,
              "together"_a,
              "Launches a kernel of its own making; what the driver says, 0 if all is well. `together`: its blocks wait "

@@ -348,7 +348,7 @@ class EmbeddingCollection(nn.Module):
     def _settle(self) -> None:
         """Follows tables that moved by themselves: an assignment to `.data`, or `load_state_dict(assign=True)`."""
         arenas = [group.arena for group in self._groups]
-        if not (arenas[0].is_own() and all(arena.is_whole(steps=False) for arena in arenas)):
+        if not (arenas[0].is_own() and all(arena.is_whole() for arena in arenas)):
             self._link()
 
     def _link(self) -> None:

@@ -164,8 +164,8 @@ class Arena:
         """Whether the tables are the collection's, and not tensors that a functional call has put in their place."""
         return self._tables.is_own()
 
-    def is_whole(self, steps: bool = True) -> bool:
-        """Whether every table still lies where the descriptors say; `steps`: with the same steps from row to row."""
+    def is_whole(self) -> bool:
+        """Whether every table still lies where the descriptors say."""
         if self.buffer.is_meta:
             return all(table.is_meta for table in self.parameters)
         origin = self.buffer.data_ptr()
@@ -176,7 +176,7 @@ class Arena:
         if list(map(Tensor.data_ptr, tables)) != self._places:
             return False
         # a transposed view of the same memory holds other rows
-        return not steps or list(map(Tensor.stride, tables)) == self._steps
+        return list(map(Tensor.stride, tables)) == self._steps
 
     def settled(self) -> Tensor:
         """The buffer, after gathering what does not lie in it."""

@@ -11,6 +11,9 @@ from .descriptor_facts import TableFacts, known_columns
 from .sorted_runs import INT32, Order, Sorter
 from .summed_runs import STORE_SUMS, Summer, Sums, Target
 
+MOST = 1024
+"""Entries that are kept for a group of tables: a transposed gradient has a stride for each size of a batch."""
+
 
 def passes_of(
     target: Target, facts: TableFacts, config: UpdateConfig, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor,
@@ -44,7 +47,8 @@ def passes_of(
             csr, scale, grad, chosen or dots is not None, target.mode != STORE_SUMS and FROZEN in facts.rules, update
         )
         sums = Sums.of(target, grad, aligned, chosen, dots is not None, facts.clipped)
-        # strides of many lengths are of few kinds
+        if len(facts.passes) >= MOST:
+            facts.passes.clear()
         found = facts.passes.get((order, sums, id(config)))
         if found is None:
             sorter = Sorter(order, facts, config)
