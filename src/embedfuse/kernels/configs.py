@@ -128,7 +128,7 @@ def update_config(widest: int) -> UpdateConfig:
     segments = min(512 // block_d, 32) if block_d <= 128 else 1
     warps = min(max(block_d // 512, 1), 32)
     # long segments: a tile that few registers hold, or many warps; so few programs that others run beside them
-    tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 2048 if block_d < 2048 else 16384
+    tile = 512 if block_d <= 64 else 1024 if block_d < 512 else 4096 if block_d < 2048 else 16384
     terms = min(max(tile // block_d, 1), 32)
     # two partial sums for each CHUNK ids, so wide rows have fewer; but no sum of more than 256 gradients in a row
     chunk = 64 if block_d < 512 else min(128 * terms, 512)
