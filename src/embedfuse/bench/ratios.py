@@ -18,7 +18,7 @@ from .reading import (
 )
 
 OTHERS = ("torch", "torch-compiled", "fbgemm", "tensorflow", "jax")
-SMALL_STEP = 10
+SMALL_STEP = 5
 """Steps that take at most so many times the smallest graph are held against it."""
 
 
