@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_driver import LaunchDriver
 
 pytest.importorskip("triton")
 
@@ -17,25 +18,20 @@ from embedfuse.torch.backends import launching
 STREAM, FUNCTION = 77, 4321
 
 
-class Driver:
-    """CUDA's driver: `launches` is what it was asked for, `answer` what it says."""
+class Driver(LaunchDriver):
+    """`launches` is what it was asked for, with arguments of these sizes; `answer` what it says."""
 
     def __init__(self, sizes=()):
+        super().__init__(self._note)
         self.launches, self.answer, self.sizes = [], 0, sizes
-        self._called = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launch)
-        self.address = ctypes.cast(self._called, ctypes.c_void_p).value
 
-    def _launch(self, config, function, places, extra):
-        words = (ctypes.c_uint32 * 7).from_address(config)
-        stream, attribute = (ctypes.c_uint64 * 2).from_address(config + 32)
-        together = ctypes.c_uint32.from_address(config + 48).value
+    def _note(self, asked):
         arguments = []
         for place, size in enumerate(self.sizes):
-            address = ctypes.c_uint64.from_address(places + 8 * place).value
+            address = ctypes.c_uint64.from_address(asked.places + 8 * place).value
             kind = ctypes.c_int32 if size == 4 else ctypes.c_int64
             arguments.append(kind.from_address(address).value)
-        marks = list((ctypes.c_uint32 * 3).from_address(attribute)) if together else None
-        self.launches.append((list(words), stream, function, arguments, marks))
+        self.launches.append((asked.words, asked.stream, asked.function, arguments, asked.marks))
         return self.answer
 
 

@@ -2,12 +2,12 @@
 
 import ctypes
 import subprocess
-import traceback
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launch_driver import Asked, LaunchDriver
 
 pytest.importorskip("triton")
 
@@ -35,35 +35,24 @@ def _library(folder: Path, digit: int, threads: int) -> ctypes.CDLL:
     return ctypes.CDLL(str(made))
 
 
-class _Driver:
-    """CUDA's driver, as far as the sort needs it; `address` is that of its launch."""
+class _Driver(LaunchDriver):
+    """Launches what the sort needs of a library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__(self._run)
         self.library, self.launched, self.alone = library, [], False
-        self._called = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._answer)
-        self.address = ctypes.cast(self._called, ctypes.c_void_p).value
 
-    def _answer(self, config: int, function: int | None, places: int, extra: None) -> int:
-        try:
-            return self._launch(config, function or 0, places)
-        except AssertionError:
-            traceback.print_exc()
-            return -1
-
-    def _launch(self, config: int, function: int, places: int) -> int:
-        blocks, height, depth, threads, *rest = (ctypes.c_uint32 * 10).from_address(config)
-        # its block is as high and deep, nothing in shared memory, the stream STREAM
-        assert (height, depth, *rest) == (1, 1, 1, 1, 0, 0, STREAM, 0)
-        attribute = ctypes.c_uint64.from_address(config + 40).value
-        number = ctypes.c_uint32.from_address(config + 48).value
-        assert number == (function < 2)
-        if number:
-            assert list((ctypes.c_uint32 * 3).from_address(attribute)) == [COOPERATIVE, 0, 1]
+    def _run(self, asked: Asked) -> int:
+        blocks, height, depth, threads, *rest = asked.words
+        # its block is as high and deep, nothing in shared memory
+        assert (height, depth, *rest, asked.stream) == (1, 1, 1, 1, 0, STREAM)
+        assert asked.marks == ([COOPERATIVE, 0, 1] if asked.function < 2 else None)
+        if asked.marks:
             assert blocks <= 2 * BLOCKS
-        self.launched.append(function)
-        if self.alone and number:
+        self.launched.append(asked.function)
+        if self.alone and asked.marks:
             return 720
-        self.library.launch(function, blocks, threads, ctypes.c_void_p(places))
+        self.library.launch(asked.function, blocks, threads, ctypes.c_void_p(asked.places))
         return 0
 
 

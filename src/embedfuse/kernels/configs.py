@@ -69,6 +69,11 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def ceil_div(number: int, step: int) -> int:
+    """`number / step`, rounded up."""
+    return -(-number // step)
+
+
 def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int) -> int:
     """By how much narrower tables are that have tiles of their own shape; 1 if there are none."""
     # sums of cut runs are read in words of four

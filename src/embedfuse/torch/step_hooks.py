@@ -4,7 +4,6 @@ Torch wraps the `step` of every optimizer in a name for its profiler and two loo
 much as the launch of a kernel.
 """
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -37,15 +36,10 @@ _outside: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def _outside_of_graphs(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that breaks the graph of a compiled function which calls it: no graph can hold what it does.
-
-    `torch.compiler.disable` alone would import the whole compiler, for seconds, where nobody compiles.
-    """
-    disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
-    if disable is None:
-        return step
+    """A step that breaks the graph of a compiled function which calls it: no graph can hold what it does."""
     if step not in _outside:
-        _outside[step] = disable(step)
+        # imported, since something compiles
+        _outside[step] = torch._dynamo.disable(step)
     return _outside[step]
 
 

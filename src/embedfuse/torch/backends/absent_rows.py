@@ -6,10 +6,10 @@ In one pass less over a gradient of which most is written anyway: that of a memo
 from torch import Tensor
 
 from ...kernels.absent_rows import absent_rows_kernel
-from ...kernels.configs import power_of_two
+from ...kernels.configs import ceil_div, power_of_two
 from .descriptor_facts import TableFacts, rows_align
 from .launching import device_of, launcher
-from .sorted_runs import SortedRuns, ceil_div, key_type
+from .sorted_runs import SortedRuns, key_type
 
 NAMED = 0.5
 """Ids for each row from which on looking for the others pays; uniform ones then name four rows in ten."""

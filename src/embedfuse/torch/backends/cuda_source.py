@@ -1,6 +1,7 @@
 """CUDA sources of `kernels/cuda/` → functions of the driver, by the compiler in the CUDA libraries that PyTorch brings.
 
-For what Triton cannot say, such as votes of a warp. What is compiled stays in Triton's cache on disk.
+For what Triton cannot say, such as votes of a warp. What is compiled stays in Triton's cache on disk. And what else is
+asked of CUDA's driver.
 """
 
 import contextlib

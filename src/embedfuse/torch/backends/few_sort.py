@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.configs import ceil_div
 from ...kernels.few_keys import merge_kernel, rank_kernel
 from .launching import launcher
 
@@ -43,7 +44,7 @@ class FewSort:
         Returns:
             Which of `keys` holds the sorted ones.
         """
-        grid = (-(-number // RANKED),)
+        grid = (ceil_div(number, RANKED),)
         if number <= self._whole:
             self._rank_all(grid, (*keys, order), (number, grid[0] * RANKED), device)
             return keys[1]

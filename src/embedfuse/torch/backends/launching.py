@@ -101,9 +101,8 @@ class Launcher:
         self._seen = [name not in blind for name in numbers]
         # made when first needed, since there may be no driver
         self._known: Any = None
-        # Triton unloads compiled kernels that nobody has
-        self._kept: list[Any] = []
-        self._refused: dict[int, Any] = {}
+        # by their ids compiled kernels, which Triton unloads if nobody has them, and what they take
+        self._looked_at: dict[int, tuple[Any, list[int] | None]] = {}
 
     def __call__(
         self, grid: tuple[int, ...], pointers: tuple[Any, ...], numbers: tuple[int, ...], device: int,
@@ -132,8 +131,7 @@ class Launcher:
         compiled = self._by_triton(grid, addresses, numbers, stream)
         if hasattr(compiled, "function"):
             Launcher.functions.add(compiled.function)
-            if id(compiled) not in self._refused:
-                self._note(compiled, device, pointers, numbers)
+            self._note(compiled, device, pointers, numbers)
 
     def _by_triton(self, grid: Any, pointers: Any, numbers: Any, stream: torch.cuda.Stream | None) -> Any:
         with torch.cuda.stream(stream):
@@ -143,11 +141,11 @@ class Launcher:
         """Keeps a compiled kernel for calls like this one, if it is as expected."""
         if Kernels is None or raw_stream is None or _runtime is None or _runtime.debug or not _unwatched():
             return
-        taken = _taken(compiled, self._given)
+        if id(compiled) not in self._looked_at:
+            self._looked_at[id(compiled)] = compiled, _taken(compiled, self._given)
+        taken = self._looked_at[id(compiled)][1]
         if taken is None:
-            self._refused[id(compiled)] = compiled
             return
-        self._kept.append(compiled)
         if self._known is None:
             self._known = Kernels(launch_address(), len(self.dtypes), self._seen)
         metadata = compiled.metadata

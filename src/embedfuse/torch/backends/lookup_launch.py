@@ -4,11 +4,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.configs import SHORT_BAG, LookupConfig, narrow_of, whole_rows
+from ...kernels.configs import SHORT_BAG, LookupConfig, ceil_div, narrow_of, whole_rows
 from ...kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
 from .descriptor_facts import FeatureFacts, rows_align
 from .launching import Launcher, launcher
-from .sorted_runs import ceil_div
 
 
 class Lookup(NamedTuple):

@@ -11,6 +11,7 @@ from ...kernels.configs import (
     RADIX_MANY,
     RADIX_SOME,
     RADIX_THREADS,
+    ceil_div,
 )
 from .cuda_source import NoCompiler, blocks_at_once, functions_of, launch_address, multiprocessors
 from .launching import HOST, raw_stream
@@ -41,8 +42,8 @@ class RadixSort:
     def __init__(self, bits: int, device: int) -> None:
         if launch is None:
             raise NoCompiler("the C++ part of embedfuse was not compiled")
-        self.passes = max(-(-bits // RADIX_DIGIT), 1)
-        self.digit = max(-(-bits // self.passes), 4)
+        self.passes = max(ceil_div(bits, RADIX_DIGIT), 1)
+        self.digit = max(ceil_div(bits, self.passes), 4)
         few, some = f"radix_sort_{RADIX_FEW}", f"radix_sort_{RADIX_SOME}"
         names = (few, some, "count_digits", "sum_digits", "sort_by_digit")
         constants = {"BITS": self.digit, "THREADS": RADIX_THREADS, "BLOCKS": RADIX_BLOCKS}
@@ -111,7 +112,7 @@ def _checked(failed: int) -> None:
 
 def _tiles(number: int, items: int) -> int:
     """Tiles of so many keys if threads have `items` each."""
-    return -(-number // (RADIX_THREADS * items))
+    return ceil_div(number, RADIX_THREADS * items)
 
 
 def why_not(device: int) -> str | None:

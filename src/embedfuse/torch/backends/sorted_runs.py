@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.configs import UpdateConfig, narrow_of
+from ...kernels.configs import UpdateConfig, ceil_div, narrow_of
 from ...kernels.runs import key_kernel, segment_kernel
 from . import Csr, Update
 from .descriptor_facts import TableFacts
@@ -68,11 +68,6 @@ class SortedRuns(NamedTuple):
     order: Any  # [N] positions of ids; None where gradient rows were sorted in their place
     at: dict[str, Any]  # the names of `Sorter.scratch`
     memory: tuple[Tensor, ...]  # where the pointers point to, as long as kernels are still to be issued
-
-
-def ceil_div(number: int, step: int) -> int:
-    """`number / step`, rounded up."""
-    return -(-number // step)
 
 
 def key_type(facts: TableFacts) -> torch.dtype:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.configs import UpdateConfig
+from ...kernels.configs import UpdateConfig, ceil_div
 from ...kernels.cut_runs import fold_kernel, join_kernel
 from ...kernels.long_segments import long_kernel
 from ...kernels.row_update import segments_kernel
@@ -17,7 +17,7 @@ from . import Update
 from .descriptor_facts import WIDE_WORD, TableFacts, alignment, rows_align
 from .launching import HOST, Launcher, device_of, launcher
 from .side_stream import side_of
-from .sorted_runs import SortedRuns, Sorter, ceil_div
+from .sorted_runs import SortedRuns, Sorter
 
 STEP_ROWS, STORE_SUMS, SQUARE_SUMS = range(3)
 SLOT_KINDS = {"element": 1, "row": 2}

@@ -26,7 +26,6 @@ from .descriptor_facts import TableFacts, alignment, feature_facts, rows_align, 
 from .launching import device_of, launch, on_device
 from .lookup_launch import Lookup
 from .passes import passes_of
-from .sorted_runs import ceil_div
 from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, grad_align
 
 try:
@@ -98,7 +97,7 @@ class TritonBackend:
         device, pointer = device_of(table)
         with on_device(table.device), _checking(table.device, policy) as bad:
             found.launcher(
-                (count * ceil_div(csr.bags, found.bags), found.blocks), (
+                (count * configs.ceil_div(csr.bags, found.bags), found.blocks), (
                     pointer(table), pointer(features), pointer(csr.ids), pointer(csr.offsets),
                     None if csr.weights is None else pointer(csr.weights), pointer(out),
                     pointer(scale) if normalised else None, None if bad is None else pointer(bad),
@@ -124,7 +123,7 @@ class TritonBackend:
         config = configs.max_config(facts.widest)
         if facts.clipped:
             config = configs.whole_rows(config, facts.widest)
-        grid = (count * ceil_div(csr.bags, config.lanes), ceil_div(facts.widest, config.block_d))
+        grid = (count * configs.ceil_div(csr.bags, config.lanes), configs.ceil_div(facts.widest, config.block_d))
         with on_device(table.device), _checking(table.device, policy) as bad:
             launch(
                 max_kernel, grid, (
@@ -179,7 +178,7 @@ class TritonBackend:
             made.offsets.zero_()
             return made
         described = None if shards is None else shards.described.contiguous()
-        programs = ceil_div(number, PREPARED) + ceil_div(total + 1, PREPARED)
+        programs = configs.ceil_div(number, PREPARED) + configs.ceil_div(total + 1, PREPARED)
         with on_device(device), _checking(device, policy) as bad:
             launch(
                 prepare_ids_kernel, (programs,), (
@@ -203,8 +202,8 @@ class TritonBackend:
             return out.zero_()
         with on_device(offsets.device):
             launch(
-                join_offsets_kernel, (count * ceil_div(bags, JOINED),), (offsets.contiguous(), out), (count, bags), 4,
-                {"BAGS": JOINED, "AHEAD": 128},
+                join_offsets_kernel, (count * configs.ceil_div(bags, JOINED),), (offsets.contiguous(), out),
+                (count, bags), 4, {"BAGS": JOINED, "AHEAD": 128},
             )  # fmt: skip
         return out
 
