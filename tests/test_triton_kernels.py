@@ -27,7 +27,7 @@ from triton_cases import (
     state_of,
 )
 
-from embedfuse.kernels.configs import lookup_config, power_of_two, update_config
+from embedfuse.kernels.configs import dots_config, lookup_config, power_of_two, update_config
 from embedfuse.optim import Adagrad, RowWiseAdagrad
 from embedfuse.plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, OFFSET, T_OFFSET
 from embedfuse.torch.backends import BadId, device_errors
@@ -192,9 +192,14 @@ def test_tile_sizes_fit_together(widest: int) -> None:
         lookup = lookup_config(widest, length)
         assert lookup.short == (length <= 4)
     update = update_config(widest)
-    assert update.block_d >= widest and update.block % update.chunk == 0 and update.long < update.chunk // 2
-    for size in (lookup.lanes, lookup.block_d, lookup.warps, *dataclasses.astuple(update)):
-        assert size == power_of_two(size)
+    for sizes in (update, dots_config(update)):
+        assert sizes.block_d >= widest and sizes.block % sizes.chunk == 0 and sizes.long < sizes.chunk // 2
+        # a piece has less than two chunks, and no lane adds more than 256 of its gradients
+        assert 2 * sizes.chunk <= 256 * sizes.terms
+        # two partial sums for each chunk: no memory to speak of beside the rows that were gathered
+        assert widest < 288 or sizes.chunk >= 128
+        for size in (lookup.lanes, lookup.block_d, lookup.warps, *dataclasses.astuple(sizes)):
+            assert size == power_of_two(size)
 
 
 def ranked(keys: torch.Tensor, whole: int, window: int, position: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

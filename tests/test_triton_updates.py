@@ -4,8 +4,6 @@ On a GPU where there is one, else in Triton's interpreter, which needs TRITON_IN
 anything imports embedfuse.
 """
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -28,7 +26,6 @@ from triton_cases import (
     needs_kernels,
     put,
     row_of,
-    small_update,
     state_of,
 )
 
@@ -43,8 +40,6 @@ from embedfuse.plan import (
     ROW_BASE,
     T_ROW_BASE,
 )
-from embedfuse.torch.backends import Rows, passes
-from embedfuse.torch.backends.descriptor_facts import table_facts
 from embedfuse.torch.backends.triton import TritonBackend
 
 pytestmark = needs_kernels
@@ -78,21 +73,6 @@ def test_row_update_of_16_bit_tables(dtype: torch.dtype) -> None:
     case = make(shapes=[(9, 8), (5, 16)], features=[(0, "mean"), (1, "sum")], dtype=dtype, kind=np.int32)
     check_update(SMALL, case, [Adagrad(0.1), RowWiseAdagrad(0.1)])
     check_update(SMALL, case, [Adagrad(0.1), RowWiseAdagrad(0.1)], grad_dtype=torch.float32)
-
-
-def test_strides_of_any_number_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "MOST", 4)
-    backend = TritonBackend(update=functools.cache(small_update))
-    tables = None
-    for bags in (3, 4, 5, 6, 3):
-        case = make(shapes=[(9, 5)], features=[(0, "sum")], bags=bags, weighted=False, seed=1)
-        tables = put(case.tables) if tables is None else tables
-        source, grad = put(case.table).float(), gradient(case, "transposed")
-        out = torch.zeros_like(source)
-        no_scale = torch.empty(0, device=DEVICE)
-        backend.row_grad(out, put(case.features), case.csr(), no_scale, grad, Rows(source, tables))
-        close(out, judge_gradient(case, np.ones(len(case.offsets) - 1), get(grad)), 8.0)
-        assert len(table_facts(tables).passes) <= 5
 
 
 def test_row_update_joins_records() -> None:
