@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest
 # pytest's processes share the cores, so one thread each; tests of threading set their own number
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-ENGINE_SOURCES := CMakeLists.txt $(wildcard src/embedfuse/cpu/*.cpp src/embedfuse/cpu/*.h src/embedfuse/cpu/*/*.h src/embedfuse/kernels/*.cpp)
+ENGINE_SOURCES := CMakeLists.txt $(wildcard src/embedfuse/cpu/*.cpp src/embedfuse/cpu/*.h src/embedfuse/cpu/*/*.h src/embedfuse/kernels/*.cpp src/embedfuse/kernels/*.h)
 TORCH := $(shell grep '^torch==' constraints.txt)
 SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 # tests of the parts that load no engine

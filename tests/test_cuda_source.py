@@ -95,7 +95,8 @@ def test_nothing_is_loaded_while_a_graph_is_captured(driver: _Driver, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(radix_sort, "blocks_at_once", lambda *args: 4)
     monkeypatch.setattr(radix_sort, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(radix_sort, "launch_address", lambda: 0)
+    for name in ("raw_stream", "driver_address", "launch"):
+        monkeypatch.setattr(radix_sort, name, lambda *args: 0)
     assert radix_sort.radix_sort(20, 0) is not None
     radix_sort.radix_sort.cache_clear()
 

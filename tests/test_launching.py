@@ -191,7 +191,7 @@ def test_the_second_call_goes_to_the_driver(driver, monkeypatch):
     ]
     # somebody watches
     with monkeypatch.context() as patch:
-        patch.setattr(launching, "_unwatched", lambda: False)
+        patch.setattr(launching, "unwatched", lambda: False)
         launcher((4,), (1 << 41, None), (6, 2**34 + 1), 0)
     # a kind that Triton may have compiled another kernel for
     launcher((4,), (1 << 41, None), (6, 16), 0)

@@ -56,9 +56,9 @@ def test_what_is_found_is_what_the_batch_needs(monkeypatch: pytest.MonkeyPatch) 
             csr, scale, grad, chosen or dotted, target.mode != STORE_SUMS and FROZEN in facts.rules, target.update
         )
         sums = Sums.of(target, grad, known_columns(features), chosen, dotted, facts.clipped)
-        sorter, summer = passes_of(target, facts, CONFIG, features, csr, scale, grad, *aside)
-        assert sorter.order == order and summer.sums == sums
-        assert found.setdefault((order, sums), summer) is summer
+        passes = passes_of(target, facts, CONFIG, features, csr, scale, grad, *aside)
+        assert passes.sorter.order == order and passes.summer.sums == sums
+        assert found.setdefault((order, sums), passes) is passes
 
     every = list(itertools.product(targets, csrs, scales, grads, asides))
     for batch in (*every, *every[::7]):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from launch_driver import Asked, LaunchDriver
 
 pytest.importorskip("triton")
 
 from embedfuse.kernels import configs
-from embedfuse.torch.backends import radix_sort
+from embedfuse.torch.backends import issuing, radix_sort
 
 HERE = Path(__file__).parent
 STREAM, BLOCKS = 1234, 3
@@ -38,9 +39,9 @@ def _library(folder: Path, digit: int, threads: int) -> ctypes.CDLL:
 class _Driver(LaunchDriver):
     """Launches what the sort needs of a library."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, alone: bool) -> None:
         super().__init__(self._run)
-        self.library, self.launched, self.alone = library, [], False
+        self.library, self.launched, self.alone = library, [], alone
 
     def _run(self, asked: Asked) -> int:
         blocks, height, depth, threads, *rest = asked.words
@@ -67,12 +68,16 @@ def sort(tmp_path_factory, monkeypatch):
     def sorted_by(keys, bits, digit=8, threads=64, beside=None, alone=False):
         monkeypatch.setattr(radix_sort, "RADIX_DIGIT", digit)
         monkeypatch.setattr(radix_sort, "RADIX_THREADS", threads)
-        monkeypatch.setattr(radix_sort, "raw_stream", lambda device: STREAM)
+        for module in (radix_sort, issuing):
+            monkeypatch.setattr(module, "raw_stream", lambda device: STREAM)
+            monkeypatch.setattr(module, "driver_address", lambda: driver.address)
         monkeypatch.setattr(radix_sort, "functions_of", lambda name, functions, *rest: range(len(functions)))
-        monkeypatch.setattr(radix_sort, "launch_address", lambda: 0)
+        passes = max(configs.ceil_div(bits, digit), 1)
+        driver = _Driver(_library(folder, max(configs.ceil_div(bits, passes), 4), threads), alone)
         sorter = radix_sort.RadixSort(bits, 0)
-        driver = _Driver(_library(folder, sorter.digit, threads))
-        sorter._driver, driver.alone = driver.address, alone
+        # it has asked whether so many blocks run at once
+        assert driver.launched == ([0] if alone else [0, 1])
+        driver.launched.clear()
         number = len(keys)
         # what is behind the end must not be touched
         rows = [np.concatenate([keys, [-7]]).astype(np.int32), np.full(number + 1, -7, np.int32)]
@@ -82,11 +87,11 @@ def sort(tmp_path_factory, monkeypatch):
         first = 0 if beside is None else beside.ctypes.data
         found = sorter(
             number, (rows[0].ctypes.data, rows[1].ctypes.data), (values[0].ctypes.data, values[1].ctypes.data),
-            scratch.ctypes.data, zero.ctypes.data, first,
+            scratch.ctypes.data, zero.ctypes.data, first, issuing.Now(torch.empty(0)),
         )  # fmt: skip
         expected = [0] if number <= BLOCKS * 4 * threads else [1] if number <= 2 * BLOCKS * 8 * threads else [2, 3, 4]
         expected *= 1 if len(expected) == 1 else sorter.passes
-        assert driver.launched == ([0, *[2, 3, 4] * sorter.passes] if alone else expected)
+        assert driver.launched == ([2, 3, 4] * sorter.passes if alone else expected)
         assert all(memory[-1] == -7 for memory in (*rows, *values, scratch))
         return tuple(
             next(memory[:-1] for memory in pair if memory.ctypes.data == address)

@@ -20,16 +20,16 @@ pytestmark = needs_kernels
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of ids of each batch whose absent rows were looked for."""
-    from embedfuse.torch.backends import triton
+    from embedfuse.torch.backends import passes
 
     found: list[int] = []
     real = absent_rows.fill_absent
 
-    def noting(runs, *others):  # type: ignore[no-untyped-def]
-        found.append(runs.number)
-        real(runs, *others)
+    def noting(runs, given, *others):  # type: ignore[no-untyped-def]
+        found.append(given.number)
+        real(runs, given, *others)
 
-    monkeypatch.setattr(triton, "fill_absent", noting)
+    monkeypatch.setattr(passes, "fill_absent", noting)
     return found
 
 

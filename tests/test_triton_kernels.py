@@ -32,6 +32,7 @@ from embedfuse.optim import Adagrad, RowWiseAdagrad
 from embedfuse.plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, OFFSET, T_OFFSET
 from embedfuse.torch.backends import BadId, device_errors
 from embedfuse.torch.backends.few_sort import FewSort
+from embedfuse.torch.backends.issuing import Now
 from embedfuse.torch.backends.launching import device_of
 from embedfuse.torch.backends.triton import TritonBackend
 
@@ -204,12 +205,12 @@ def test_tile_sizes_fit_together(widest: int) -> None:
 
 def ranked(keys: torch.Tensor, whole: int, window: int, position: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Sorted keys, and their positions."""
-    device, pointer = device_of(keys)
+    _, pointer = device_of(keys)
     memory = [keys.clone(), torch.empty_like(keys)]
     order, beside = (torch.empty(len(keys), dtype=dtype, device=keys.device) for dtype in (position, torch.int32))
     pointers = [pointer(tensor) for tensor in memory]
     found = FewSort(keys.dtype, position, whole, window)(
-        len(keys), (pointers[0], pointers[1]), pointer(order), pointer(beside), device
+        len(keys), (pointers[0], pointers[1]), pointer(order), pointer(beside), Now(keys)
     )
     return next(tensor for tensor, one in zip(memory, pointers, strict=True) if one is found), order
 

@@ -24,6 +24,7 @@ from embedfuse.optim import SGD, RowWiseAdagrad
 from embedfuse.torch.backends import Rows, radix_sort, sorted_runs
 from embedfuse.torch.backends.cuda_source import NoCompiler
 from embedfuse.torch.backends.descriptor_facts import table_facts
+from embedfuse.torch.backends.issuing import Now
 from embedfuse.torch.backends.triton import TritonBackend
 
 pytestmark = needs_kernels
@@ -41,7 +42,7 @@ class _Host:
 
     def __call__(
         self, number: int, keys: tuple[Tensor, Tensor], beside: tuple[Tensor, Tensor], scratch: Tensor,
-        zero: Tensor, first: Tensor | int = 0,
+        zero: Tensor, first: Tensor | int, to: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         source, target = keys
         assert 0 <= int(source[:number].min()) and int(source[:number].max()) < 1 << self.bits
@@ -134,7 +135,7 @@ def _sorted(sort: radix_sort.RadixSort, keys: Tensor, beside: Tensor | None = No
     zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     found = sort(
         number, (pairs[0][0].data_ptr(), pairs[0][1].data_ptr()), (pairs[1][0].data_ptr(), pairs[1][1].data_ptr()),
-        scratch.data_ptr(), zero.data_ptr(), 0 if beside is None else beside.data_ptr(),
+        scratch.data_ptr(), zero.data_ptr(), 0 if beside is None else beside.data_ptr(), Now(keys),
     )  # fmt: skip
     rows, values = (
         next(t for t in pair if t.data_ptr() == address) for pair, address in zip(pairs, found, strict=True)

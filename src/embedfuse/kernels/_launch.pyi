@@ -15,6 +15,22 @@ class Kernels:
         numbers: tuple[int, ...],
     ) -> bool: ...  # fmt: skip
 
+class Program:
+    """Launches that were written down, for other batches; see `program.h`."""
+
+    def __init__(
+        self, given: int, values: list[tuple[int, int, int]], guards: list[tuple[int, int, int, bool]], size: int,
+        steps: list[tuple[object, ...] | None],
+    ) -> None: ...  # fmt: skip
+    def bytes(self, given: tuple[int | None, ...]) -> int: ...
+    def run(
+        self, given: tuple[int | None, ...], memory: int, device: int, stream: int, other: int, start: int
+    ) -> int: ...
+    def arguments(
+        self, given: tuple[int | None, ...], memory: int, which: int
+    ) -> tuple[tuple[int], tuple[int, ...], tuple[int, ...]]: ...
+    def __len__(self) -> int: ...
+
 def launch(
     driver: int, function: int, blocks: int, threads: int, stream: int, arguments: tuple[int, ...], together: bool
 ) -> int: ...

@@ -3,13 +3,15 @@
 In one pass less over a gradient of which most is written anyway: that of a memory layer's table.
 """
 
+import torch
 from torch import Tensor
 
 from ...kernels.absent_rows import absent_rows_kernel
 from ...kernels.configs import ceil_div, power_of_two
 from .descriptor_facts import TableFacts, rows_align
-from .launching import device_of, launcher
-from .sorted_runs import SortedRuns, key_type
+from .issuing import Issuer
+from .launching import launcher
+from .sorted_runs import Given, SortedRuns, key_type
 
 NAMED = 0.5
 """Ids for each row from which on looking for the others pays; uniform ones then name four rows in ten."""
@@ -28,12 +30,12 @@ def zeros_come_later(out: Tensor, facts: TableFacts, number: int) -> bool:
     return False
 
 
-def fill_absent(runs: SortedRuns, out: Tensor, facts: TableFacts) -> None:
-    """Writes zeros to the rows of the one table `out` that no id names."""
+def fill_absent(runs: SortedRuns, given: Given, out: torch.dtype, facts: TableFacts, to: Issuer) -> None:
+    """Writes zeros to the rows of the one table that no id names; `out` is the type of the gradient."""
     dim = facts.widest
-    device, pointer = device_of(out)
-    launcher(
+    kernel = launcher(
         absent_rows_kernel, 1,
-        {"ALIGN": rows_align(facts.dims, out.dtype), "ROWS": ROWS, "BLOCK_D": min(power_of_two(dim), 2048 // ROWS)},
-        (key_type(facts), out.dtype),
-    )((ceil_div(facts.rows, ROWS),), (runs.keys, pointer(out)), (runs.number, facts.rows, dim), device)  # fmt: skip
+        {"ALIGN": rows_align(facts.dims, out), "ROWS": ROWS, "BLOCK_D": min(power_of_two(dim), 2048 // ROWS)},
+        (key_type(facts), out),
+    )  # fmt: skip
+    to(kernel, (ceil_div(facts.rows, ROWS),), (runs.keys, given.out), (given.number, given.rows, dim))

@@ -6,6 +6,7 @@ import torch
 
 from ...kernels.configs import ceil_div
 from ...kernels.few_keys import merge_kernel, rank_kernel
+from .issuing import Issuer
 from .launching import launcher
 
 RANKED = 16
@@ -32,22 +33,23 @@ class FewSort:
             (key, small, key, position),
         )  # fmt: skip
 
-    def __call__(self, number: int, keys: tuple[Any, Any], order: Any, beside: Any, device: int) -> Any:
-        """Sorts; pointers and `device` as launchers take them.
+    def __call__(self, number: Any, keys: tuple[Any, Any], order: Any, beside: Any, to: Issuer) -> Any:
+        """Sorts; pointers as launchers take them.
 
         Args:
             number: of keys, at least 1.
             keys: the keys, which are lost, and memory for as many.
             order: gets their positions.
             beside: memory for as many int32.
+            to: who issues the launches.
 
         Returns:
             Which of `keys` holds the sorted ones.
         """
         grid = (ceil_div(number, RANKED),)
         if number <= self._whole:
-            self._rank_all(grid, (*keys, order), (number, grid[0] * RANKED), device)
+            to(self._rank_all, grid, (*keys, order), (number, grid[0] * RANKED))
             return keys[1]
-        self._rank(grid, (*keys, beside), (number, self._window), device)
-        self._merge(grid, (keys[1], beside, keys[0], order), (number,), device)
+        to(self._rank, grid, (*keys, beside), (number, self._window))
+        to(self._merge, grid, (keys[1], beside, keys[0], order), (number,))
         return keys[0]

@@ -65,7 +65,7 @@ _runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def _unwatched() -> bool:
+def unwatched() -> bool:
     """Whether nobody watches launches: hooks are None, or chains of no calls."""
     if _runtime is None:
         return False
@@ -99,8 +99,8 @@ class Launcher:
         numbers = self._given[len(self.dtypes) :]
         blind = {parameter.name for parameter in getattr(kernel, "params", ()) if parameter.do_not_specialize}
         self._seen = [name not in blind for name in numbers]
-        # made when first needed, since there may be no driver
-        self._known: Any = None
+        # the forms that C++ can launch; made when first needed, since there may be no driver
+        self.known: Any = None
         # by their ids compiled kernels, which Triton unloads if nobody has them, and what they take
         self._looked_at: dict[int, tuple[Any, list[int] | None]] = {}
 
@@ -120,9 +120,9 @@ class Launcher:
         if device == HOST:
             self._by_triton(grid, pointers, numbers, None)
             return
-        if self._known is not None and _unwatched():
+        if self.known is not None and unwatched():
             raw = raw_stream(device) if stream is None else stream.cuda_stream
-            if self._known(device, raw, grid, pointers, numbers):
+            if self.known(device, raw, grid, pointers, numbers):
                 return
         addresses = [
             None if dtype is None else _Address(pointer, dtype)
@@ -139,17 +139,17 @@ class Launcher:
 
     def _note(self, compiled: Any, device: int, pointers: tuple[Any, ...], numbers: tuple[int, ...]) -> None:
         """Keeps a compiled kernel for calls like this one, if it is as expected."""
-        if Kernels is None or raw_stream is None or _runtime is None or _runtime.debug or not _unwatched():
+        if Kernels is None or raw_stream is None or _runtime is None or _runtime.debug or not unwatched():
             return
         if id(compiled) not in self._looked_at:
             self._looked_at[id(compiled)] = compiled, _taken(compiled, self._given)
         taken = self._looked_at[id(compiled)][1]
         if taken is None:
             return
-        if self._known is None:
-            self._known = Kernels(launch_address(), len(self.dtypes), self._seen)
+        if self.known is None:
+            self.known = Kernels(launch_address(), len(self.dtypes), self._seen)
         metadata = compiled.metadata
-        self._known.add(
+        self.known.add(
             device, pointers, numbers, compiled.function, WARP * metadata.num_warps, metadata.shared, taken
         )  # fmt: skip
 

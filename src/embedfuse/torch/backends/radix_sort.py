@@ -2,6 +2,7 @@
 
 import warnings
 from functools import cache
+from typing import Any
 
 from ...kernels.configs import (
     RADIX_BESIDE,
@@ -13,15 +14,12 @@ from ...kernels.configs import (
     RADIX_THREADS,
     ceil_div,
 )
-from .cuda_source import NoCompiler, blocks_at_once, functions_of, launch_address, multiprocessors
+from .cuda_source import NoCompiler, blocks_at_once, functions_of, multiprocessors
+from .issuing import Issuer, driver_address, launch
 from .launching import HOST, raw_stream
 
-try:
-    from ...kernels._launch import launch
-except ImportError:
-    # a source tree whose C++ was not compiled
-    launch = None  # type: ignore[assignment]
-
+ARGUMENTS = 10
+"""Of a kernel that sorts by all digits."""
 TOO_LARGE = (720, 801)
 """What the driver says of such a launch: of too many blocks, or not supported."""
 
@@ -52,9 +50,15 @@ class RadixSort:
         # tiles that may wait for each other
         self._few_tiles = multiprocessors(device)
         self._some_tiles = self._few_tiles * min(blocks_at_once(self._some, RADIX_THREADS, device), RADIX_BESIDE)
-        self._device, self._driver = device, launch_address()
+        # a process may have a part of the device only, where fewer run at once; without digits nothing is sorted
+        if self._refused(self._few, self._few_tiles, device) or self._refused(self._some, self._some_tiles, device):
+            self._few_tiles = self._some_tiles = 0
 
-    def words(self, number: int) -> int:
+    def _refused(self, kernel: int, tiles: int, device: int) -> bool:
+        nothing = (0,) * ARGUMENTS
+        return launch(driver_address(), kernel, tiles, RADIX_THREADS, raw_stream(device), nothing, True) in TOO_LARGE
+
+    def words(self, number: Any) -> Any:
         """Words of 32 bits of scratch memory that sorting at most so many keys takes."""
         tiles = max(
             min(_tiles(number, RADIX_FEW), self._few_tiles), min(_tiles(number, RADIX_SOME), self._some_tiles),
@@ -63,8 +67,9 @@ class RadixSort:
         return (tiles + 1) << self.digit
 
     def __call__(
-        self, number: int, keys: tuple[int, int], beside: tuple[int, int], scratch: int, zero: int, first: int = 0
-    ) -> tuple[int, int]:
+        self, number: Any, keys: tuple[Any, Any], beside: tuple[Any, Any], scratch: Any, zero: Any, first: Any,
+        to: Issuer,
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Sorts.
 
         Args:
@@ -74,23 +79,19 @@ class RadixSort:
             scratch: address of `words(number)` words.
             zero: address of a word that is 0, and may not be afterwards.
             first: address of what lies beside the keys; if 0, their positions.
+            to: who issues the launches.
 
         Returns:
             Which of `keys` and which of `beside` hold what is sorted.
         """
-        driver, stream = self._driver, raw_stream(self._device)
         tiles, kernel, most = _tiles(number, RADIX_FEW), self._few, self._few_tiles
         if tiles > most:
             tiles, kernel, most = _tiles(number, RADIX_SOME), self._some, self._some_tiles
         if tiles <= most:
             totals = scratch + (4 * tiles << self.digit)
-            arguments: tuple[int, ...] = (*keys, first, *beside, scratch, totals, zero, number, self.passes)
-            failed = launch(driver, kernel, tiles, RADIX_THREADS, stream, arguments, True)
-            if failed not in TOO_LARGE:
-                _checked(failed)
-                return keys[self.passes % 2], beside[1 - self.passes % 2]
-            # a process may have a part of the device only, where fewer run at once
-            self._few_tiles = self._some_tiles = 0
+            arguments: tuple[Any, ...] = (*keys, first, *beside, scratch, totals, zero, number, self.passes)
+            _checked(to.own(kernel, tiles, RADIX_THREADS, arguments, together=True))
+            return keys[self.passes % 2], beside[1 - self.passes % 2]
         tiles = _tiles(number, RADIX_MANY)
         totals = scratch + (4 * tiles << self.digit)
         values = first
@@ -100,7 +101,7 @@ class RadixSort:
                 (self._sum, 1 << self.digit, (scratch, totals, tiles)),
                 (self._sort, tiles, (keys[0], values, keys[1], beside[0], scratch, totals, number, shift)),
             ):
-                _checked(launch(driver, kernel, blocks, RADIX_THREADS, stream, arguments, False))
+                _checked(to.own(kernel, blocks, RADIX_THREADS, arguments))
             values, keys, beside = beside[0], (keys[1], keys[0]), (beside[1], beside[0])
         return keys[0], values
 
@@ -110,7 +111,7 @@ def _checked(failed: int) -> None:
         raise RuntimeError(f"a kernel of radix_sort.cu was not launched: error {failed} of CUDA's driver")
 
 
-def _tiles(number: int, items: int) -> int:
+def _tiles(number: Any, items: int) -> Any:
     """Tiles of so many keys if threads have `items` each."""
     return ceil_div(number, RADIX_THREADS * items)
 

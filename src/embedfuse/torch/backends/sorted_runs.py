@@ -14,7 +14,8 @@ from ...kernels.runs import key_kernel, segment_kernel
 from . import Csr, Update
 from .descriptor_facts import TableFacts
 from .few_sort import FewSort
-from .launching import HOST, device_of, launcher
+from .issuing import Issuer
+from .launching import launcher
 from .radix_sort import RadixSort, radix_sort
 
 INT32 = 2**31 - 1
@@ -26,10 +27,38 @@ ALIGNMENT = 128
 """Bytes; tensors that share an allocation start at multiples."""
 ARRIVED = 8
 """Bytes from the list counts on: a word that is 0 until the sort counts its blocks in it."""
-ROUND = 4096
-"""Ids that scratch memory is rounded up to, so that batches of about one size share a layout."""
-LAYOUTS = 256
-"""The most layouts that are kept."""
+
+
+class Given(NamedTuple):
+    """What the launches of a batch are given: numbers, and pointers as launchers take them (None where none is)."""
+
+    number: Any  # N
+    bags: Any  # B
+    total: Any  # bags of all features and records
+    row: Any  # from one element of the gradient to the next, as `column`
+    column: Any
+    count: Any  # of features
+    described: Any  # tables
+    owned: Any  # tables that have rows
+    rows: Any  # of all tables
+    features: Any
+    tables: Any
+    owners: Any
+    ids: Any
+    offsets: Any
+    weights: Any
+    scale: Any
+    grad: Any
+    winners: Any
+    dots: Any
+    out: Any
+    source: Any
+    slots: Any
+    hyper: Any
+    steps: Any
+    counted: Any
+    grad_scale: Any
+    skip: Any
 
 
 class Order(NamedTuple):
@@ -60,14 +89,11 @@ class Order(NamedTuple):
 class SortedRuns(NamedTuple):
     """What `kernels/runs.py` writes, and scratch for partial sums. Pointers as launchers take them."""
 
-    number: int  # N
-    absent: int  # the key of ids that do not count
-    blocks: int  # of sorted keys
-    windows: int  # of CHUNK ids
+    blocks: Any  # of sorted keys
+    windows: Any  # of CHUNK ids
     keys: Any  # [N], sorted
     order: Any  # [N] positions of ids; None where gradient rows were sorted in their place
-    at: dict[str, Any]  # the names of `Sorter.scratch`
-    memory: tuple[Tensor, ...]  # where the pointers point to, as long as kernels are still to be issued
+    at: dict[str, Any]  # the names of `Sorter.dtypes`
 
 
 def key_type(facts: TableFacts) -> torch.dtype:
@@ -134,105 +160,68 @@ class Sorter:
         )  # fmt: skip
         self._types = {name: dtype for name, dtype in types.items() if dtype is not None}
         self._absent = dict.fromkeys(types.keys() - self._types.keys())
-        self._layouts: dict[tuple[int, int], tuple[list[int], list[int], int]] = {}
 
-    def __call__(
-        self, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor, update: Update | None
-    ) -> SortedRuns:
+    def __call__(self, given: Given, to: Issuer) -> SortedRuns:
         """Sorts the ids of a batch.
 
         Args:
-            features: descriptors, as `tables`.
-            scale: of each bag; empty for all ones.
-            grad: the gradient whose rows will be summed; only its strides matter here.
-            update: the step to count, if `Order` says so.
+            given: the batch.
+            to: who issues the launches.
         """
-        order, config, number = self.order, self.config, csr.ids.shape[0]
-        device, pointer = device_of(csr.ids)
+        order, config, number = self.order, self.config, given.number
         if number > config.some and self._undecided:
-            self.radix = radix_sort(self.facts.rows.bit_length(), device)
+            self.radix = radix_sort(self.facts.rows.bit_length(), to.device)
             self.carries = self.radix is not None and self._may_carry
             # last, since other threads come here, too
             self._undecided = False
         radix = self.radix if number > config.some else None
         how = RADIX if radix is not None else FEW if number <= config.few else TORCH
-        memory, at = self._scratch(number, how, csr.ids.device, device == HOST)
-        weights = None if csr.weights is None else pointer(csr.weights)
-        steps: tuple[Any, ...] = (None, None, None)
-        if order.counted and update is not None and update.counted is not None:
-            skip = None if update.skip is None else pointer(update.skip)
-            steps = (pointer(update.steps), pointer(update.counted), skip)
+        at = self._scratch(number, how, to)
+        scale = given.scale if order.scaled else None
+        steps = (given.steps, given.counted, given.skip) if order.counted else (None, None, None)
         # by itself where PyTorch sorts, so that what was sorted need not be kept
-        keys = torch.empty(number, dtype=self.key, device=csr.ids.device) if how == TORCH else None
-        self._keys(
-            (ceil_div(number, config.keys),), (
-                pointer(features), pointer(tables), pointer(csr.ids), pointer(csr.offsets), weights,
-                pointer(scale) if order.scaled else None, at["keys"] if keys is None else pointer(keys),
+        own = to.tensor(number, self.key) if how == TORCH else None
+        keys = at["keys"] if own is None else own[1]
+        to(
+            self._keys, (ceil_div(number, config.keys),), (
+                given.features, given.tables, given.ids, given.offsets, given.weights, scale, keys,
                 at["position_sources"], at["position_coefficients"], at["list_counts"], *steps,
             ), (
-                number, csr.bags, csr.offsets.shape[0] - 1, features.shape[0], self.facts.rows, grad.stride(0),
-                grad.stride(1), tables.shape[0],
-            ), device,
+                number, given.bags, given.total, given.count, given.rows, given.row, given.column, given.described,
+            ),
         )  # fmt: skip
-        kept: tuple[Tensor, ...] = (memory,)
         segments = self._segments
         if radix is not None:
-            p_keys, positions = self._by_radix(radix, number, at)
+            keys, positions = self._by_radix(radix, number, at, to)
             if self.carries:
                 segments, at["sources"], positions = self._carried, positions, None
-        elif keys is None:
+        elif own is None:
             positions = at["order"]
-            p_keys = self._few(number, (at["keys"], at["other_keys"]), positions, at["beside"], device)
+            keys = self._few(number, (at["keys"], at["other_keys"]), positions, at["beside"], to)
         else:
-            keys, ordered = torch.sort(keys, stable=True)
-            ordered = ordered.to(self.position)
-            p_keys, positions, kept = pointer(keys), pointer(ordered), (memory, keys, ordered)
+            ordered = torch.sort(own[0], stable=True)
+            keys, positions = to.kept(ordered.values), to.kept(ordered.indices.to(self.position))
         blocks = ceil_div(number, config.block)
-        owners = self.facts.owners
-        segments(
-            (blocks,), (
-                pointer(owners), p_keys, positions, at["position_sources"],
-                at["position_coefficients"] if order.scaled else weights, at["sources"], at["coefficients"],
+        to(
+            segments, (blocks,), (
+                given.owners, keys, positions, at["position_sources"],
+                at["position_coefficients"] if order.scaled else given.weights, at["sources"], at["coefficients"],
                 at["starts"], at["tags"], at["rows"], at["first_sources"], at["counts"], at["list_counts"], at["long"],
-                at["cuts"], at["cut_tables"], pointer(tables) if self.narrow > 1 else None,
-            ), (number, self.facts.rows, owners.shape[0]), device,
+                at["cuts"], at["cut_tables"], given.tables if self.narrow > 1 else None,
+            ), (number, given.rows, given.owned),
         )  # fmt: skip
-        windows = ceil_div(number, config.chunk)
-        return SortedRuns(number, self.facts.rows, blocks, windows, p_keys, positions, at, kept)
+        return SortedRuns(blocks, ceil_div(number, config.chunk), keys, positions, at)
 
-    def _by_radix(self, radix: RadixSort, number: int, at: dict[str, Any]) -> tuple[Any, Any]:
+    def _by_radix(self, radix: RadixSort, number: Any, at: dict[str, Any], to: Issuer) -> tuple[Any, Any]:
         """Sorted keys, and positions; or where gradient rows start, if those are carried."""
         beside, first = ("sources", at["position_sources"]) if self.carries else ("order", 0)
         return radix(
             number, (at["keys"], at["other_keys"]), (at[beside], at["beside"]), at["digits"],
-            at["list_counts"] + ARRIVED, first,
+            at["list_counts"] + ARRIVED, first, to,
         )  # fmt: skip
 
-    def _scratch(self, number: int, how: int, device: torch.device, as_tensors: bool) -> tuple[Tensor, dict[str, Any]]:
-        """Memory for a batch of so many ids, in one allocation since each takes the host a while; and its parts."""
-        rounded = ceil_div(number, ROUND) * ROUND if number > ROUND else ceil_div(number, ALIGNMENT) * ALIGNMENT
-        found = self._layouts.get((rounded, how))
-        if found is None:
-            if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()
-            found = self._layouts[rounded, how] = self._layout(rounded, how)
-        starts, lengths, size = found
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
-        parts: list[Any]
-        if as_tensors:
-            parts = [
-                memory[start : start + length].view(dtype)
-                for start, length, dtype in zip(starts, lengths, self._types.values(), strict=True)
-            ]
-        else:
-            base = memory.data_ptr()
-            parts = [base + start for start in starts]
-        at: dict[str, Any] = dict(zip(self._types, parts, strict=True))
-        at.update(self._absent)
-        return memory, at
-
-    def _layout(self, number: int, how: int) -> tuple[list[int], list[int], int]:
-        """For each name the first byte, and how many; and the bytes of all."""
+    def _scratch(self, number: Any, how: int, to: Issuer) -> dict[str, Any]:
+        """Memory for a batch of so many ids, in one allocation since each takes the host a while: its parts by name."""
         config = self.config
         blocks, windows = ceil_div(number, config.block), ceil_div(number, config.chunk)
         segments = blocks * (config.block + 1)
@@ -245,6 +234,10 @@ class Sorter:
             "keys": keys, "other_keys": keys, "beside": keys, "order": 0 if how == RADIX and self.carries else keys,
             "digits": self.radix.words(number) if how == RADIX and self.radix is not None else 0,
         }  # fmt: skip
-        lengths = [elements[name] * dtype.itemsize for name, dtype in self._types.items()]
-        rounded = [ceil_div(length, ALIGNMENT) * ALIGNMENT for length in lengths]
-        return [sum(rounded[:place]) for place in range(len(rounded))], lengths, sum(rounded)
+        starts, end = [], 0
+        for name, dtype in self._types.items():
+            starts.append(end)
+            end = end + ceil_div(elements[name] * dtype.itemsize, ALIGNMENT) * ALIGNMENT
+        at = dict(zip(self._types, to.memory(end, starts, list(self._types.values())), strict=True))
+        at.update(self._absent)
+        return at

@@ -15,9 +15,9 @@ from ...kernels.row_update import segments_kernel
 from ...optim.base import Optimizer
 from . import Update
 from .descriptor_facts import WIDE_WORD, TableFacts, alignment, rows_align
-from .launching import HOST, Launcher, device_of, launcher
-from .side_stream import side_of
-from .sorted_runs import SortedRuns, Sorter
+from .issuing import Issuer
+from .launching import Launcher, launcher
+from .sorted_runs import Given, SortedRuns, Sorter
 
 STEP_ROWS, STORE_SUMS, SQUARE_SUMS = range(3)
 SLOT_KINDS = {"element": 1, "row": 2}
@@ -153,71 +153,61 @@ class Summer:
             (sorter.key, real, real),
         )  # fmt: skip
 
-    def __call__(
-        self, runs: SortedRuns, target: Target, tables: Tensor, grad: Tensor, winners: Tensor | None,
-        dots: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Sums the gradient rows of each run, and does with the sums what `target` says.
+    def __call__(self, runs: SortedRuns, given: Given, to: Issuer) -> None:
+        """Sums the gradient rows of each run, and does with the sums what they are for.
 
         Args:
             runs: the ids of the batch, sorted.
-            target: what becomes of the sums.
-            tables: descriptors.
-            grad: where the gradient rows lie.
-            winners: of max pooling: positions in the ids; only elements won by an id are of its gradient.
-            dots: gets the dot of each id's row, read from `target.source`, with its gradient row; see
-                `Backend.row_grad`.
+            given: the batch.
+            to: who issues the launches.
         """
-        config, sums, at, number = self.config, self.sums, runs.at, runs.number
-        device, pointer = device_of(grad)
-        update = target.update
-        state: tuple[Any, ...] = (pointer(target.out), None, pointer(tables), None, None, None, None)
-        if update is not None and sums.mode == STEP_ROWS:
-            state = (
-                state[0], pointer(update.slots), state[2], pointer(update.hyper), pointer(update.steps),
-                None if update.grad_scale is None else pointer(update.grad_scale),
-                None if update.skip is None else pointer(update.skip),
-            )  # fmt: skip
+        config, sums, at, number = self.config, self.sums, runs.at, given.number
+        steps = sums.mode == STEP_ROWS
+        state = (
+            given.out, *((given.slots, given.tables, given.hyper, given.steps, given.grad_scale, given.skip) if steps
+            else (None, given.tables, None, None, None, None)),
+        )  # fmt: skip
         read = (
-            pointer(grad), None if winners is None else pointer(winners),
-            runs.order if sums.winners or sums.dots else None, None if dots is None else pointer(dots),
+            given.grad, given.winners, runs.order if sums.winners or sums.dots else None, given.dots,
             at["sources"], at["coefficients"], at["starts"], at["tags"], at["rows"],
         )  # fmt: skip
-        partials, column = at["partials"], grad.stride(1)
-        source = pointer(target.source) if sums.source is not None and target.source is not None else None
+        partials, source = at["partials"], given.source
         # long segments wait for memory where short ones move it, so both together are faster than one after the other
-        side = side_of(device) if number >= BESIDE and device != HOST else None
-        stream = None if side is None else side.fork()
+        aside = number >= BESIDE and to.has_streams
+        if aside:
+            to.fork()
         if number > config.long:
             # programs that find nothing to do cost time, too
             grid = (min(ceil_div(number, 16 * config.long), config.long_programs),)
             for rule in self.rules:
-                rule.long(
-                    grid, (*state, *read, at["list_counts"], at["long"], partials, source),
-                    (column, self.stride, rule.number), device, stream,
+                to(
+                    rule.long, grid, (*state, *read, at["list_counts"], at["long"], partials, source),
+                    (given.column, self.stride, rule.number), aside,
                 )  # fmt: skip
         few = number <= FEW
         grid = (runs.blocks * (self.few_parts if few else config.parts),)
         for rule in self.rules:
-            (rule.few_segments if few else rule.segments)(
-                grid, (*state, *read, at["first_sources"], at["counts"], partials, source),
-                (column, self.stride, rule.number), device,
+            to(
+                rule.few_segments if few else rule.segments, grid,
+                (*state, *read, at["first_sources"], at["counts"], partials, source),
+                (given.column, self.stride, rule.number),
             )  # fmt: skip
-        if side is not None:
-            side.join()
+        if aside:
+            to.join()
         if number <= config.chunk:
             return
         folds = at["folds"]
         if number > config.chunk * config.fold:
-            self._fold(
-                (ceil_div(runs.windows, config.fold),), (runs.keys, partials, folds),
-                (number, runs.absent, self.stride), device,
+            to(
+                self._fold, (ceil_div(runs.windows, config.fold),), (runs.keys, partials, folds),
+                (number, given.rows, self.stride),
             )  # fmt: skip
         grid = (min(runs.windows, config.joiners),)
         for rule in self.rules:
-            rule.join(
-                grid, (*state, runs.keys, at["list_counts"], at["cuts"], at["cut_tables"], partials, folds, source),
-                (number, self.stride, rule.number), device,
+            to(
+                rule.join, grid,
+                (*state, runs.keys, at["list_counts"], at["cuts"], at["cut_tables"], partials, folds, source),
+                (number, self.stride, rule.number),
             )  # fmt: skip
 
 

@@ -20,12 +20,12 @@ from ...kernels.max_lookup import max_kernel
 from ...kernels.prepare_ids import prepare_ids_kernel
 from ...plan import FROZEN
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_errors
-from .absent_rows import fill_absent, zeros_come_later
+from .absent_rows import zeros_come_later
 from .compact import compact_row_grad
 from .descriptor_facts import TableFacts, alignment, feature_facts, rows_align, table_facts
 from .launching import device_of, launch, on_device
 from .lookup_launch import Lookup
-from .passes import passes_of
+from .passes import given_of, passes_of
 from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, grad_align
 
 try:
@@ -278,16 +278,14 @@ class TritonBackend:
         if scale.dtype is not torch.float32 or not scale.is_contiguous():
             scale = scale.to(torch.float32).contiguous()
         facts = facts or table_facts(tables)
-        fill = target.fill and zeros_come_later(target.out, facts, csr.ids.shape[0])
+        if target.fill:
+            target = target._replace(fill=zeros_come_later(target.out, facts, csr.ids.shape[0]))
         config = self._update_config(facts.widest)
         if dots is not None:
             config = configs.dots_config(config)
         with on_device(grad.device):
-            sorter, summer = passes_of(target, facts, config, features, csr, scale, grad, winners, dots)
-            runs = sorter(features, tables, csr, scale, grad, target.update)
-            if fill:
-                fill_absent(runs, target.out, facts)
-            summer(runs, target, tables, grad, winners, dots)
+            passes = passes_of(target, facts, config, features, csr, scale, grad, winners, dots)
+            passes(given_of(target, facts, features, tables, csr, scale, grad, winners, dots), grad)
 
 
 def _contiguous(csr: Csr) -> Csr:

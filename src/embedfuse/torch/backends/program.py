@@ -1,0 +1,222 @@
+"""Launches written down once, and issued for other batches by one call from C++.
+
+What sorts and sums a batch (`sorted_runs.py`, `summed_runs.py`) computes grids and addresses from the number of ids and
+the like, in Python, which takes the host longer than the driver takes. `Trace` has it done once with `Traced` numbers,
+which note what is made of them and what is asked of them. `kernels/program.h` makes and asks the same of the numbers of
+a later batch: if the answers are the same, so are the launches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .issuing import driver_address
+from .launching import Launcher, raw_stream
+from .side_stream import side_of
+
+try:
+    from ...kernels._launch import Program as _Native
+except ImportError:
+    # a source tree whose C++ was not compiled
+    _Native = None  # type: ignore[assignment, misc]
+
+GIVEN, CONSTANT, SUM, PRODUCT, QUOTIENT = range(5)
+LESS, EQUAL = range(2)
+
+
+class NotTraced(Exception):
+    """Something that only Python can do."""
+
+
+class Traced:
+    """A number that notes what is made of it, and what is asked of it. It can be in no set, and count no loop."""
+
+    __slots__ = ("place", "trace", "value")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, trace: "Trace", place: int, value: int) -> None:
+        self.trace, self.place, self.value = trace, place, value
+
+    def __add__(self, other: Any) -> "Traced":
+        return self.trace.made(SUM, self, other)
+
+    def __mul__(self, other: Any) -> "Traced":
+        return self.trace.made(PRODUCT, self, other)
+
+    def __floordiv__(self, other: Any) -> "Traced":
+        return self.trace.made(QUOTIENT, self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> "Traced":
+        return self * -1
+
+    def __lshift__(self, bits: int) -> "Traced":
+        return self * (1 << bits)
+
+    def __lt__(self, other: Any) -> bool:
+        return self.trace.asked(LESS, self, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.trace.asked(LESS, other, self)
+
+    def __le__(self, other: Any) -> bool:
+        return not self > other
+
+    def __ge__(self, other: Any) -> bool:
+        return not self < other
+
+    def __eq__(self, other: object) -> bool:
+        return self.trace.asked(EQUAL, self, other)
+
+    def __bool__(self) -> bool:
+        return self != 0
+
+
+class Trace:
+    """An `Issuer` that launches nothing.
+
+    Args:
+        given: numbers and pointers of the batch at hand; None where no batch has one.
+        device: index.
+    """
+
+    has_streams = True
+
+    def __init__(self, given: Sequence[int | None], device: int) -> None:
+        self.device = device
+        self._values: list[tuple[int, int, int]] = []
+        self._constants: dict[int, Traced] = {}
+        self._guards: list[tuple[int, int, int, bool]] = []
+        self._steps: list[tuple[Any, ...] | None] = []
+        self._done_by: list[Launcher | str] = []  # for each step who does it where C++ cannot
+        self.given = [
+            None if value is None else self._noted(GIVEN, number, 0, value) for number, value in enumerate(given)
+        ]
+        self._size: Traced = self._constant(0)
+
+    def _noted(self, made: int, left: int, right: int, value: int) -> Traced:
+        self._values.append((made, left, right))
+        return Traced(self, len(self._values) - 1, value)
+
+    def _constant(self, value: Any) -> Traced:
+        if isinstance(value, Traced):
+            return value
+        value = 0 if value is None else int(value)
+        if value not in self._constants:
+            self._constants[value] = self._noted(CONSTANT, value, 0, value)
+        return self._constants[value]
+
+    def made(self, how: int, left: Any, right: Any) -> Traced:
+        """A number that is made of two."""
+        left, right = self._constant(left), self._constant(right)
+        value = {SUM: int.__add__, PRODUCT: int.__mul__, QUOTIENT: int.__floordiv__}[how](left.value, right.value)
+        return self._noted(how, left.place, right.place, value)
+
+    def asked(self, what: int, left: Any, right: Any) -> bool:
+        """Answers, and notes the answer."""
+        left, right = self._constant(left), self._constant(right)
+        answer: bool = left.value < right.value if what == LESS else left.value == right.value
+        self._guards.append((what, left.place, right.place, answer))
+        return answer
+
+    # --- as an `Issuer` --------------------------------------------------------------------------------------------
+
+    def __call__(
+        self, launcher: Launcher, grid: tuple[Any, ...], pointers: tuple[Any, ...], numbers: tuple[Any, ...],
+        aside: bool = False,
+    ) -> None:  # fmt: skip
+        """See `Issuer`."""
+        # not there before its first call, or if only Triton can launch it
+        if launcher.known is None or len(grid) != 1:
+            raise NotTraced
+        self._done_by.append(launcher)
+        self._steps.append((launcher.known, self._constant(grid[0]).place, self._places(*pointers, *numbers), aside))
+
+    def own(self, function: int, blocks: Any, threads: int, arguments: tuple[Any, ...], together: bool = False) -> int:
+        """See `Issuer`."""
+        places = self._places(*arguments)
+        self._done_by.append("")
+        self._steps.append((function, self._constant(blocks).place, places, driver_address(), threads, together))
+        return 0
+
+    def _places(self, *values: Any) -> tuple[int, ...]:
+        return tuple(self._constant(value).place for value in values)
+
+    def memory(self, size: Any, starts: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
+        """See `Issuer`."""
+        self._size = self._constant(size)
+        # what follows from it is never asked for
+        base = self._noted(GIVEN, len(self.given), 0, 0)
+        return [base + start for start in starts]
+
+    def tensor(self, number: Any, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """See `Issuer`; PyTorch's ops cannot be written down."""
+        raise NotTraced
+
+    def kept(self, tensor: Tensor) -> Any:
+        """See `Issuer`."""
+        raise NotTraced
+
+    def fork(self) -> None:
+        """See `Issuer`."""
+        self._done_by.append("fork")
+        self._steps.append(None)
+
+    def join(self) -> None:
+        """See `Issuer`."""
+        self._done_by.append("join")
+        self._steps.append(None)
+
+    def program(self, whole: bool = True) -> "Program":
+        """What was written down; if not `whole`, only which batches it is of."""
+        steps = self._steps if whole else []
+        native = _Native(len(self.given), self._values, self._guards, self._size.place, steps)
+        return Program(native, steps, self._done_by)
+
+
+class Program:
+    """What `Trace` wrote down."""
+
+    def __init__(self, native: Any, steps: list[Any], done_by: list[Launcher | str]) -> None:
+        self._native, self._length = native, len(steps)
+        self._done_by = done_by
+        self._aside = [step is not None and len(step) == 4 and step[3] for step in steps]
+
+    def __call__(self, given: tuple[int | None, ...], device: torch.device, index: int) -> bool | None:
+        """Launches; False, and nothing else, if the batch needs other launches; None if only Python can issue them."""
+        native, length = self._native, self._length
+        size = native.bytes(given)
+        if size < 0:
+            return False
+        if length == 0:
+            return None
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        address, stream, side = memory.data_ptr(), raw_stream(index), side_of(index) if True in self._aside else None
+        other = 0 if side is None else side.stream.cuda_stream
+        done = native.run(given, address, index, stream, other, 0)
+        while done < length:
+            step = self._done_by[done]
+            if isinstance(step, Launcher):
+                # it was not compiled for such a call yet
+                own = side.stream if side is not None and self._aside[done] else None
+                grid, pointers, numbers = native.arguments(given, address, done)
+                step(grid, pointers, numbers, index, own)
+            else:
+                getattr(side, step)()
+            done = native.run(given, address, index, stream, other, done + 1)
+        return True
+
+
+def write_down(given: Any, index: int, issue: Any) -> Program | None:
+    """What `issue(given, to)` launches on a device, `given` being a named tuple; None if there can be no programs."""
+    if _Native is None:
+        return None
+    trace = Trace(given, index)
+    try:
+        issue(type(given)(*trace.given), trace)
+    except NotTraced:
+        return trace.program(whole=False)
+    return trace.program()

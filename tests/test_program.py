@@ -1,0 +1,333 @@
+"""Launches that are written down: C++ must issue, for any batch, what Python would have issued."""
+
+import ctypes
+import itertools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from launch_driver import Asked, LaunchDriver
+from triton_cases import gradient, make, put, small_update, state_of
+
+from embedfuse.kernels import _launch
+from embedfuse.optim import SGD, Adagrad
+from embedfuse.torch.backends import issuing, launching, passes, program, radix_sort, sorted_runs, summed_runs
+from embedfuse.torch.backends.descriptor_facts import table_facts
+from embedfuse.torch.backends.program import Trace, write_down
+from embedfuse.torch.backends.summed_runs import STEP_ROWS, STORE_SUMS, Target
+
+STREAM, OTHER = 70, 71
+FUNCTIONS = itertools.count(1000)
+
+
+class Driver(LaunchDriver):
+    """`noted` is all that was launched: function, grid, threads, stream, arguments; and what waits for what."""
+
+    def __init__(self) -> None:
+        super().__init__(self._note)
+        self.noted: list[Any] = []
+        self.counts: dict[int, int] = {}
+        self.answers: dict[int, int] = {}
+
+    def _note(self, asked: Asked) -> int:
+        count = self.counts.get(asked.function, 0)
+        places = (ctypes.c_uint64 * count).from_address(asked.places) if count else []
+        values = tuple(ctypes.c_int64.from_address(place).value for place in places)
+        self.noted.append((asked.function, tuple(asked.words), asked.stream, values, asked.marks is not None))
+        return self.answers.get(asked.function, 0)
+
+    def since(self, start: int) -> list[Any]:
+        return self.noted[start:]
+
+
+class Launcher(launching.Launcher):
+    """Of a kernel that every call finds compiled."""
+
+    def __init__(self, driver: Driver, pointers: int, numbers: int, adds: bool = True) -> None:
+        self.driver, self.function, self.python = driver, next(FUNCTIONS), 0
+        self.known = _launch.Kernels(driver.address, pointers, [True] * numbers)
+        driver.counts[self.function] = pointers + numbers
+        self._adds = adds
+
+    def __call__(self, grid: Any, pointers: Any, numbers: Any, device: int, stream: Any = None) -> None:
+        self.python += 1
+        raw = STREAM if stream is None else stream.cuda_stream
+        if not self.known(device, raw, grid, pointers, numbers):
+            places = list(range(len(pointers) + len(numbers)))
+            self.known.add(device, pointers, numbers, self.function, 128, 0, places)
+            assert self.known(device, raw, grid, pointers, numbers)
+
+
+class Side:
+    stream = SimpleNamespace(cuda_stream=OTHER)
+
+    def __init__(self, driver: Driver) -> None:
+        self.fork = lambda: driver.noted.append("fork")
+        self.join = lambda: driver.noted.append("join")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    side = Side(made)
+    for module in (issuing, program):
+        monkeypatch.setattr(module, "raw_stream", lambda device: STREAM)
+        monkeypatch.setattr(module, "driver_address", lambda: made.address)
+        monkeypatch.setattr(module, "side_of", lambda device: side)
+    for module in (issuing, passes):
+        monkeypatch.setattr(module, "device_of", lambda tensor: (0, torch.Tensor.data_ptr))
+    # one memory for all batches, so that addresses can be compared
+    memory, real = torch.zeros(1 << 22, dtype=torch.uint8), torch.empty
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        return memory[: size[0]] if options.get("dtype") is torch.uint8 else real(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return made
+
+
+class Numbers(NamedTuple):
+    n: Any
+    m: Any
+    address: Any
+    nothing: Any
+
+
+def test_what_is_made_and_asked_of_numbers(driver: Driver) -> None:
+    """Any arithmetic, against Python's."""
+    first, second = Launcher(driver, 3, 2), Launcher(driver, 2, 1)
+
+    def issue(given: Numbers, to: Any) -> None:
+        n, m = given.n, given.m
+        rounded = -(-n // 7) * 7
+        at = to.memory(rounded * 4 + 64, [0, 64, rounded << 1], [torch.uint8] * 3)
+        big = max(min(n * m, 500), n + m)
+        if n > 40 or not m:
+            to(first, (min(n // 3 + 1, 20),), (at[0], given.address, given.nothing), (big, n // -5))
+        if 10 <= n <= 60 and n != 33:
+            to(second, (1 + (m >= 3) + (m < 2),), (at[2], at[1] + n), (n if n == m else 0,))
+
+    programs: list[Any] = []
+    rng = np.random.default_rng(0)
+    native = 0
+    for n, m in zip(rng.integers(1, 90, 400).tolist(), rng.integers(0, 6, 400).tolist(), strict=True):
+        given = Numbers(n, m, 4096 + n, None)
+        start = len(driver.noted)
+        issue(given, issuing.Now(torch.zeros(1)))
+        wanted, start, calls = driver.since(start), len(driver.noted), first.python + second.python
+        if not any(one(given, torch.device("cpu"), 0) is not False for one in programs):
+            programs.append(write_down(given, 0, issue))
+            assert programs[-1](given, torch.device("cpu"), 0) is (True if wanted else None)
+        assert driver.since(start) == wanted
+        native += first.python + second.python == calls
+    # nearly all batches go by C++ alone, by few programs
+    assert native > 350 and len(programs) < 40
+
+
+def test_a_call_that_its_kernel_was_not_compiled_for(driver: Driver) -> None:
+    one, other = Launcher(driver, 1, 1), Launcher(driver, 1, 1)
+
+    def issue(given: Numbers, to: Any) -> None:
+        to.memory(8, [0], [torch.uint8])
+        for launcher in (one, other, one):
+            to(launcher, (given.m,), (given.address,), (given.n,))
+
+    issue(Numbers(5, 2, 64, None), issuing.Now(torch.zeros(1)))
+    made = write_down(Numbers(5, 2, 64, None), 0, issue)
+    assert made is not None
+    other.python = one.python = 0
+    driver.noted.clear()
+    # 16 has a kernel of its own
+    assert made(Numbers(16, 3, 64, None), torch.device("cpu"), 0)
+    assert (one.python, other.python) == (1, 1)
+    assert [(note[0], note[1][0], note[3]) for note in driver.noted] == [
+        (one.function, 3, (64, 16)), (other.function, 3, (64, 16)), (one.function, 3, (64, 16)),
+    ]  # fmt: skip
+    assert made(Numbers(32, 3, 64, None), torch.device("cpu"), 0) and (one.python, other.python) == (1, 1)
+
+
+def test_a_thread_without_a_context_and_launches_that_fail(driver: Driver) -> None:
+    one = Launcher(driver, 1, 1)
+
+    def issue(given: Numbers, to: Any) -> None:
+        to.memory(8, [0], [torch.uint8])
+        to(one, (1,), (given.address,), (given.n,))
+        to.own(5, given.n, 32, (given.address,), together=True)
+
+    given = Numbers(5, 2, 64, None)
+    issue(given, issuing.Now(torch.zeros(1)))
+    made = write_down(given, 0, issue)
+    assert made is not None
+    driver.answers[one.function] = 201
+    with pytest.raises(AssertionError):
+        # by Python, which would let Triton make the context
+        made(given, torch.device("cpu"), 0)
+    for failed in (201, 720):
+        driver.answers = {5: failed}
+        with pytest.raises(RuntimeError, match=f"error {failed} of CUDA's driver"):
+            made(given, torch.device("cpu"), 0)
+    driver.answers = {}
+    assert made(given, torch.device("cpu"), 0)
+    assert driver.noted[-1] == (5, (5, 1, 1, 32, 1, 1, 0), STREAM, (), True)
+    with pytest.raises(IndexError, match="a grid of 0 programs"):
+        made(given._replace(n=0), torch.device("cpu"), 0)
+    with pytest.raises(ValueError, match="as many values"):
+        made((1, 2), torch.device("cpu"), 0)  # type: ignore[arg-type]
+
+
+def test_what_only_python_can_do(driver: Driver) -> None:
+    one = Launcher(driver, 1, 1)
+
+    def issue(given: Numbers, to: Any) -> None:
+        to.memory(8, [0], [torch.uint8])
+        to(one, (1,), (given.address,), (given.n,))
+        if given.n > 100:
+            to.kept(torch.sort(to.tensor(given.n, torch.int32)[0]).values)
+
+    for n, answer in ((50, True), (200, None)):
+        given = Numbers(n, 1, 64, None)
+        issue(given, issuing.Now(torch.zeros(1)))
+        made = write_down(given, 0, issue)
+        assert made is not None
+        before = len(driver.noted)
+        assert [made(given._replace(n=m), torch.device("cpu"), 0) for m in (90, 150)] == [
+            answer if (n > 100) == (m > 100) else False for m in (90, 150)
+        ]
+        assert len(driver.noted) == before + (answer is True)
+    # a launcher that only Triton can launch
+    one.known = None
+    made = write_down(Numbers(50, 1, 64, None), 0, issue)
+    assert made is not None and made(Numbers(50, 1, 64, None), torch.device("cpu"), 0) is None
+
+
+def test_programs_that_cannot_be(driver: Driver) -> None:
+    kernels = _launch.Kernels(driver.address, 1, [True])
+    good = [(0, 0, 0), (1, 5, 0), (2, 0, 1)]
+    _launch.Program(1, good, [(0, 0, 1, True)], 2, [(kernels, 1, (0, 2), False), None, (7, 1, (0,), 1, 32, True)])
+    for values in ([(0, 2, 0)], [(5, 0, 0)], [(2, 0, 0)], [(0, 0, 0), (2, 0, 1)], [(0, -1, 0)], [(4, 0, -1)]):
+        with pytest.raises(ValueError, match="follows from nothing"):
+            _launch.Program(1, values, [], 0, [])
+    for arguments in (
+        (1, good, [(0, 0, 3, True)], 2, []),
+        (1, good, [], 3, []),
+        (1, good, [], 0, [(kernels, 9, (0, 2), 0)]),
+    ):
+        with pytest.raises(IndexError, match="not there"):
+            _launch.Program(*arguments)
+    with pytest.raises(ValueError, match="as many pointers"):
+        _launch.Program(1, good, [], 0, [(kernels, 1, (0,), False)])
+    with pytest.raises(ValueError, match="64 arguments"):
+        _launch.Program(1, good, [], 0, [(7, 1, (0,) * 65, 1, 32, True)])
+    with pytest.raises(ValueError, match="division by 0"):
+        _launch.Program(1, [(0, 0, 0), (4, 0, 0)], [], 1, []).bytes((0,))
+
+
+@pytest.fixture
+def sorts(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes are so small that a few hundred ids meet every limit, and all kernels are there at once."""
+    for name, value in (
+        ("RADIX_THREADS", 4),
+        ("RADIX_FEW", 4),
+        ("RADIX_SOME", 8),
+        ("RADIX_MANY", 16),
+        ("RADIX_DIGIT", 4),
+    ):
+        monkeypatch.setattr(radix_sort, name, value)
+    monkeypatch.setattr(radix_sort, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(radix_sort, "blocks_at_once", lambda *args: 2)
+    monkeypatch.setattr(radix_sort, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(radix_sort, "driver_address", lambda: driver.address)
+    functions = list(range(1, 6))
+    driver.counts |= {1: 10, 2: 10, 3: 4, 4: 3, 5: 8}
+    monkeypatch.setattr(radix_sort, "functions_of", lambda *args: functions)
+    monkeypatch.setattr(summed_runs, "FEW", 150)
+    monkeypatch.setattr(summed_runs, "BESIDE", 300)
+    made: dict[Any, Launcher] = {}
+
+    def launcher(kernel: Any, warps: int, constants: Any, dtypes: Any, registers: Any = None) -> Launcher:
+        key = kernel, *constants.items(), *dtypes
+        numbers = len(kernel.arg_names) - len(constants) - len(dtypes)
+        return made.setdefault(key, Launcher(driver, len(dtypes), numbers))
+
+    for module in (sorted_runs, summed_runs, passes.fill_absent.__globals__, sorted_runs.FewSort.__call__.__globals__):
+        if isinstance(module, dict):
+            monkeypatch.setitem(module, "launcher", launcher)
+        else:
+            monkeypatch.setattr(module, "launcher", launcher)
+    radix_sort.radix_sort.cache_clear()
+    yield
+    radix_sort.radix_sort.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["step", "counted", "gradient", "weighted", "filled"])
+def test_sums_by_row(driver: Driver, sorts: None, kind: str) -> None:
+    """Any number of ids, against what Python issues."""
+    case = make(shapes=[(900, 8), (70, 8)], features=[(0, "sum"), (1, "mean")], bags=5, weighted=kind == "weighted")
+    tables, features, config = put(case.tables), put(case.features), small_update(8)
+    facts, grad = table_facts(tables), gradient(case)
+    update, _ = state_of(case, [SGD(0.1), Adagrad(0.1)])
+    if kind == "counted":
+        update.counted = update.steps
+    steps = kind in ("step", "counted")
+    target = Target(STEP_ROWS, update.table, facts.starts, update) if steps else Target(
+        STORE_SUMS, torch.zeros(len(case.table)), facts.starts, fill=kind == "filled"
+    )  # fmt: skip
+    tables = update.tables if steps else tables
+    facts = table_facts(tables)
+    scale = torch.empty(0) if kind == "gradient" else torch.ones(len(case.offsets) - 1)
+    rng = np.random.default_rng(1)
+    numbers = [*range(1, 420), 1000, 3000, 9000]
+    rng.shuffle(numbers)
+    # first of all the sort is made, and asks how many blocks run at once
+    numbers.insert(0, 200)
+    csr, made, native = case.csr(), set(), 0
+    for number in numbers:
+        ids = torch.zeros(number, dtype=torch.int64)
+        csr = csr._replace(ids=ids, weights=None if csr.weights is None else torch.ones(number))
+        found = passes.passes_of(target, facts, config, features, csr, scale, grad, None, None)
+        made.add(found)
+        given = passes.given_of(target, facts, features, tables, csr, scale, grad, None, None)
+        start = len(driver.noted)
+        found._issue(given, issuing.Now(grad))
+        if number == numbers[0]:
+            start = len(driver.noted)
+            found._issue(given, issuing.Now(grad))
+        wanted, start, known = driver.since(start), len(driver.noted), len(found._programs)
+        found(given, grad)
+        assert driver.since(start) == wanted and len(wanted) >= 3
+        native += len(found._programs) == known
+    assert len(made) == 1
+    assert len(found._programs) < passes.PROGRAMS and native > len(numbers) - passes.PROGRAMS
+    assert {"fork", "join"} <= {note for note in driver.noted if isinstance(note, str)}
+
+
+def test_watched_launches_are_pythons(driver: Driver, sorts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(shapes=[(900, 8)], features=[(0, "sum")], bags=5)
+    tables, features, grad = put(case.tables), put(case.features), gradient(case)
+    facts = table_facts(tables)
+    target = Target(STORE_SUMS, torch.zeros(len(case.table)), facts.starts)
+    arguments = (features, case.csr(), torch.empty(0), grad, None, None)
+    found = passes.passes_of(target, facts, small_update(8), *arguments)
+    given = passes.given_of(target, facts, features, tables, *arguments[1:])
+    with monkeypatch.context() as patch:
+        patch.setattr(passes, "unwatched", lambda: False)
+        found(given, grad)
+        assert not found._programs
+    found(given, grad)
+    assert len(found._programs) == 1
+    calls: list[Any] = []
+    monkeypatch.setattr(found, "_issue", lambda *given: calls.append(given))
+    found(given, grad)
+    assert not calls
+    monkeypatch.setattr(passes, "unwatched", lambda: False)
+    found(given, grad)
+    assert len(calls) == 1
+
+
+def test_traced_numbers_are_no_numbers_elsewhere() -> None:
+    trace = Trace([5], 0)
+    for use in (hash, range, int, lambda number: [1, 2, 3][number], lambda number: {number: 1}):
+        with pytest.raises(TypeError):
+            use(trace.given[0])  # type: ignore[operator]
