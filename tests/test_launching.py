@@ -162,7 +162,7 @@ SIGNATURE = {"a": "*fp32", "b": "constexpr", "n": "i32", "m": "i64", "TILE": "co
 @pytest.fixture
 def driver(monkeypatch):
     made = Driver([8, 4, 8, 8, 8])
-    monkeypatch.setattr(launching, "launch_address", lambda: made.address)
+    monkeypatch.setattr(launching, "driver_address", lambda: made.address)
     monkeypatch.setattr(launching, "parameter_sizes", lambda function: made.sizes)
     monkeypatch.setattr(launching, "raw_stream", lambda device: STREAM)
     # PyTorch may know no GPU

@@ -18,7 +18,7 @@ from embedfuse.torch.backends.descriptor_facts import table_facts
 from embedfuse.torch.backends.program import Trace, write_down
 from embedfuse.torch.backends.summed_runs import STEP_ROWS, STORE_SUMS, Target
 
-STREAM, OTHER = 70, 71
+STREAM, OTHER, READY, DONE = 70, 71, 72, 73
 FUNCTIONS = itertools.count(1000)
 
 
@@ -61,11 +61,32 @@ class Launcher(launching.Launcher):
 
 
 class Side:
+    """A second stream, by Python and by C++."""
+
     stream = SimpleNamespace(cuda_stream=OTHER)
 
     def __init__(self, driver: Driver) -> None:
-        self.fork = lambda: driver.noted.append("fork")
-        self.join = lambda: driver.noted.append("join")
+        def record(event: int, stream: int) -> int:
+            driver.noted.append(("record", event, stream))
+            return 0
+
+        def hold(stream: int, event: int, flags: int) -> int:
+            driver.noted.append(("hold", stream, event, flags))
+            return driver.answers.get(event, 0)
+
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
+        other_kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint32)
+        self._record, self._hold, self._python = kind(record), other_kind(hold), (record, hold)
+        addresses = (ctypes.cast(one, ctypes.c_void_p).value for one in (self._record, self._hold))
+        self.beside = _launch.Beside(OTHER, READY, DONE, *addresses)
+
+    def fork(self) -> None:
+        record, hold = self._python
+        record(READY, STREAM), hold(OTHER, READY, 0)
+
+    def join(self) -> None:
+        record, hold = self._python
+        record(DONE, OTHER), hold(STREAM, DONE, 0)
 
 
 @pytest.fixture
@@ -154,6 +175,8 @@ def test_a_thread_without_a_context_and_launches_that_fail(driver: Driver) -> No
     def issue(given: Numbers, to: Any) -> None:
         to.memory(8, [0], [torch.uint8])
         to(one, (1,), (given.address,), (given.n,))
+        to.fork()
+        to.join()
         to.own(5, given.n, 32, (given.address,), together=True)
 
     given = Numbers(5, 2, 64, None)
@@ -164,8 +187,8 @@ def test_a_thread_without_a_context_and_launches_that_fail(driver: Driver) -> No
     with pytest.raises(AssertionError):
         # by Python, which would let Triton make the context
         made(given, torch.device("cpu"), 0)
-    for failed in (201, 720):
-        driver.answers = {5: failed}
+    for which, failed in itertools.product((5, READY, DONE), (201, 720)):
+        driver.answers = {which: failed}
         with pytest.raises(RuntimeError, match=f"error {failed} of CUDA's driver"):
             made(given, torch.device("cpu"), 0)
     driver.answers = {}
@@ -205,7 +228,9 @@ def test_what_only_python_can_do(driver: Driver) -> None:
 def test_programs_that_cannot_be(driver: Driver) -> None:
     kernels = _launch.Kernels(driver.address, 1, [True])
     good = [(0, 0, 0), (1, 5, 0), (2, 0, 1)]
-    _launch.Program(1, good, [(0, 0, 1, True)], 2, [(kernels, 1, (0, 2), False), None, (7, 1, (0,), 1, 32, True)])
+    _launch.Program(
+        1, good, [(0, 0, 1, True)], 2, [(kernels, 1, (0, 2), False), True, False, (7, 1, (0,), 1, 32, True)]
+    )
     for values in ([(0, 2, 0)], [(5, 0, 0)], [(2, 0, 0)], [(0, 0, 0), (2, 0, 1)], [(0, -1, 0)], [(4, 0, -1)]):
         with pytest.raises(ValueError, match="follows from nothing"):
             _launch.Program(1, values, [], 0, [])
@@ -300,7 +325,7 @@ def test_sums_by_row(driver: Driver, sorts: None, kind: str) -> None:
         native += len(found._programs) == known
     assert len(made) == 1
     assert len(found._programs) < passes.PROGRAMS and native > len(numbers) - passes.PROGRAMS
-    assert {"fork", "join"} <= {note for note in driver.noted if isinstance(note, str)}
+    assert ("hold", OTHER, READY, 0) in driver.noted and ("hold", STREAM, DONE, 0) in driver.noted
 
 
 def test_watched_launches_are_pythons(driver: Driver, sorts: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,21 @@ class Kernels:
         numbers: tuple[int, ...],
     ) -> bool: ...  # fmt: skip
 
+class Beside:
+    """A second stream, and events by which the streams wait for each other."""
+
+    def __init__(self, stream: int, ready: int, done: int, record: int, hold: int) -> None: ...
+
 class Program:
     """Launches that were written down, for other batches; see `program.h`."""
 
     def __init__(
         self, given: int, values: list[tuple[int, int, int]], guards: list[tuple[int, int, int, bool]], size: int,
-        steps: list[tuple[object, ...] | None],
+        steps: list[tuple[object, ...] | bool],
     ) -> None: ...  # fmt: skip
     def bytes(self, given: tuple[int | None, ...]) -> int: ...
     def run(
-        self, given: tuple[int | None, ...], memory: int, device: int, stream: int, other: int, start: int
+        self, given: tuple[int | None, ...], memory: int, device: int, stream: int, beside: Beside, start: int
     ) -> int: ...
     def arguments(
         self, given: tuple[int | None, ...], memory: int, which: int

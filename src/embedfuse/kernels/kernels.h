@@ -60,6 +60,19 @@ struct Launch {
   }
 };
 
+// A second stream, and what it takes to have one stream wait for the other.
+struct Beside {
+  Address stream, ready, done;                 // the events are CUevents
+  int (*record)(Address event, Address stream);  // cuEventRecord
+  int (*hold)(Address stream, Address event, uint32_t flags);  // cuStreamWaitEvent
+
+  // What is issued to `second` from now on waits for all that was issued to `first`.
+  int wait(Address event, Address first, Address second) const {
+    const int failed = record(event, first);
+    return failed != 0 ? failed : hold(second, event, 0);
+  }
+};
+
 inline uint32_t programs_of(int64_t found) {
   if (found < 1 || found > std::numeric_limits<int32_t>::max())
     throw std::out_of_range("a grid of " + std::to_string(found) + " programs");

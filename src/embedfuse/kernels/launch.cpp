@@ -31,12 +31,20 @@ NB_MODULE(_launch, module) {
            "taken"_a, "Adds the form of calls of this kind, which takes some of the pointers and numbers.")
       .def("__call__", &Kernels::operator(), "device"_a, "stream"_a, "grid"_a, "pointers"_a, "numbers"_a,
            "Launches; False, and nothing else, if no form of this kind was added, or the thread has no context yet.");
+  nb::class_<Beside>(module, "Beside", "A second stream, and events by which the streams wait for each other.")
+      .def("__init__",
+           [](Beside* made, Address stream, Address ready, Address done, Address record, Address hold) {
+             new (made) Beside{stream, ready, done, reinterpret_cast<decltype(Beside::record)>(record),
+                               reinterpret_cast<decltype(Beside::hold)>(hold)};
+           },
+           "stream"_a, "ready"_a, "done"_a, "record"_a, "hold"_a,
+           "`record`, `hold`: addresses of cuEventRecord and cuStreamWaitEvent.");
   nb::class_<Program>(module, "Program", "Launches that were written down, for other batches.")
       .def(nb::init<size_t, const nb::list&, const nb::list&, size_t, const nb::list&>(), "given"_a, "values"_a,
            "guards"_a, "size"_a, "steps"_a)
       .def("bytes", &Program::bytes, "given"_a,
            "Bytes of memory that the launches share; -1 if the batch needs other launches.")
-      .def("run", &Program::run, "given"_a, "memory"_a, "device"_a, "stream"_a, "other"_a, "start"_a,
+      .def("run", &Program::run, "given"_a, "memory"_a, "device"_a, "stream"_a, "beside"_a, "start"_a,
            "Issues launches from number `start` on; the number of the first that Python must do, or of all.")
       .def("arguments", &Program::arguments, "given"_a, "memory"_a, "which"_a, "Grid, pointers and numbers of a launch.")
       .def("__len__", &Program::length);

@@ -16,7 +16,8 @@ class Program {
  public:
   // `values`: triples (Made, left, right); `guards`: (Asked, left, right, answer); `size`: place of the bytes of memory
   // that the launches share, whose address is given last. `steps`: (kernels, grid, arguments, aside); or, of a kernel of its own
-  // making, (function, grid, arguments, driver, threads, together); or None, where Python has something to do.
+  // making, (function, grid, arguments, driver, threads, together); or whether the second stream is to wait for the
+  // first from there on, else the first for the second.
   Program(size_t given, const nb::list& values, const nb::list& guards, size_t size, const nb::list& steps)
       : given_(given), size_(size) {
     for (const nb::handle& one : values) {
@@ -51,7 +52,8 @@ class Program {
   }
 
   // Issues launches from number `start` on; returns the number of the first that Python must do, or of all.
-  size_t run(const nb::tuple& given, Address memory, int64_t device, Address stream, Address other, size_t start) const {
+  size_t run(const nb::tuple& given, Address memory, int64_t device, Address stream, const Beside& beside,
+             size_t start) const {
     const std::vector<int64_t> values = evaluated(given, static_cast<int64_t>(memory));
     std::vector<Launch> ready(steps_.size() - std::min(start, steps_.size()));
     size_t end = start;
@@ -59,7 +61,10 @@ class Program {
       if (!prepare(steps_[end], device, values, ready[end - start])) break;
     const nb::gil_scoped_release released;
     for (size_t i = start; i < end; ++i) {
-      const int failed = ready[i - start].issue(steps_[i].aside ? other : stream);
+      const Step& step = steps_[i];
+      const int failed = step.forks   ? beside.wait(beside.ready, stream, beside.stream)
+                         : step.joins ? beside.wait(beside.done, beside.stream, stream)
+                                      : ready[i - start].issue(step.aside ? beside.stream : stream);
       if (failed == NO_CONTEXT && steps_[i].kernels) return i;
       if (failed != 0) refuse(failed);
     }
@@ -95,7 +100,7 @@ class Program {
     void* function;
     Driver driver;
     uint32_t threads;
-    bool together, aside;
+    bool together, aside, forks, joins;
     size_t grid;
     std::vector<size_t> arguments;  // places
   };
@@ -107,7 +112,9 @@ class Program {
 
   void add(const nb::handle& one) {
     Step step{};
-    if (!one.is_none()) {
+    if (nb::isinstance<nb::bool_>(one)) {
+      step.forks = nb::cast<bool>(one), step.joins = !step.forks;
+    } else {
       const auto said = nb::cast<nb::tuple>(one);
       const nb::handle kernel = said[0];
       const auto arguments = nb::cast<nb::tuple>(said[2]);
@@ -155,7 +162,7 @@ class Program {
   }
 
   static bool prepare(const Step& step, int64_t device, const std::vector<int64_t>& values, Launch& launch) {
-    if (!step.kernels && !step.function) return false;
+    if (step.forks || step.joins) return true;
     launch.grid[0] = programs_of(values[step.grid]), launch.grid[1] = launch.grid[2] = 1;
     int64_t arguments[MOST];
     for (size_t i = 0; i < step.arguments.size(); ++i) arguments[i] = values[step.arguments[i]];

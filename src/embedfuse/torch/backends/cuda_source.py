@@ -102,9 +102,10 @@ def driver() -> Any:
     return library
 
 
-def launch_address() -> int:
-    """The address of the driver's launch, for `kernels/launch.cpp`."""
-    return ctypes.cast(driver().cuLaunchKernelEx, ctypes.c_void_p).value or 0
+@cache
+def driver_address(function: str = "cuLaunchKernelEx") -> int:
+    """The address of a function of the driver's, for `kernels/launch.cpp`; else of its launch."""
+    return ctypes.cast(getattr(driver(), function), ctypes.c_void_p).value or 0
 
 
 def parameter_sizes(function: int) -> list[int]:

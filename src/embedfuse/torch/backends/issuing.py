@@ -1,13 +1,12 @@
 """Who issues the launches of a batch: `Now` at once; `Trace` (`program.py`) writes them down for batches to come."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .cuda_source import launch_address
+from .cuda_source import driver_address
 from .launching import HOST, Launcher, device_of, raw_stream
 from .side_stream import side_of
 
@@ -18,7 +17,6 @@ except ImportError:
     _launch = None  # type: ignore[assignment]
 
 launch: Any = getattr(_launch, "launch", None)
-driver_address = cache(launch_address)
 
 
 class Issuer(Protocol):

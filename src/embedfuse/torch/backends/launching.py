@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .cuda_source import NoCompiler, launch_address, parameter_sizes
+from .cuda_source import NoCompiler, driver_address, parameter_sizes
 
 try:
     from ...kernels._launch import Kernels
@@ -147,7 +147,7 @@ class Launcher:
         if taken is None:
             return
         if self.known is None:
-            self.known = Kernels(launch_address(), len(self.dtypes), self._seen)
+            self.known = Kernels(driver_address(), len(self.dtypes), self._seen)
         metadata = compiled.metadata
         self.known.add(
             device, pointers, numbers, compiled.function, WARP * metadata.num_warps, metadata.shared, taken

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .issuing import driver_address
+from .cuda_source import driver_address
 from .launching import Launcher, raw_stream
 from .side_stream import side_of
 
 try:
-    from ...kernels._launch import Program as _Native
+    from ...kernels import _launch
 except ImportError:
     # a source tree whose C++ was not compiled
-    _Native = None  # type: ignore[assignment, misc]
+    _launch = None  # type: ignore[assignment]
+
+_NONE: Any = None if _launch is None else _launch.Beside(0, 0, 0, 0, 0)
 
 GIVEN, CONSTANT, SUM, PRODUCT, QUOTIENT = range(5)
 LESS, EQUAL = range(2)
@@ -90,8 +92,8 @@ class Trace:
         self._values: list[tuple[int, int, int]] = []
         self._constants: dict[int, Traced] = {}
         self._guards: list[tuple[int, int, int, bool]] = []
-        self._steps: list[tuple[Any, ...] | None] = []
-        self._done_by: list[Launcher | str] = []  # for each step who does it where C++ cannot
+        self._steps: list[tuple[Any, ...] | bool] = []
+        self._launchers: dict[int, Launcher] = {}  # by the numbers of their steps
         self.given = [
             None if value is None else self._noted(GIVEN, number, 0, value) for number, value in enumerate(given)
         ]
@@ -132,13 +134,12 @@ class Trace:
         # not there before its first call, or if only Triton can launch it
         if launcher.known is None or len(grid) != 1:
             raise NotTraced
-        self._done_by.append(launcher)
+        self._launchers[len(self._steps)] = launcher
         self._steps.append((launcher.known, self._constant(grid[0]).place, self._places(*pointers, *numbers), aside))
 
     def own(self, function: int, blocks: Any, threads: int, arguments: tuple[Any, ...], together: bool = False) -> int:
         """See `Issuer`."""
         places = self._places(*arguments)
-        self._done_by.append("")
         self._steps.append((function, self._constant(blocks).place, places, driver_address(), threads, together))
         return 0
 
@@ -162,28 +163,26 @@ class Trace:
 
     def fork(self) -> None:
         """See `Issuer`."""
-        self._done_by.append("fork")
-        self._steps.append(None)
+        self._steps.append(True)
 
     def join(self) -> None:
         """See `Issuer`."""
-        self._done_by.append("join")
-        self._steps.append(None)
+        self._steps.append(False)
 
     def program(self, whole: bool = True) -> "Program":
         """What was written down; if not `whole`, only which batches it is of."""
         steps = self._steps if whole else []
-        native = _Native(len(self.given), self._values, self._guards, self._size.place, steps)
-        return Program(native, steps, self._done_by)
+        native = _launch.Program(len(self.given), self._values, self._guards, self._size.place, steps)
+        return Program(native, steps, self._launchers)
 
 
 class Program:
     """What `Trace` wrote down."""
 
-    def __init__(self, native: Any, steps: list[Any], done_by: list[Launcher | str]) -> None:
-        self._native, self._length = native, len(steps)
-        self._done_by = done_by
-        self._aside = [step is not None and len(step) == 4 and step[3] for step in steps]
+    def __init__(self, native: Any, steps: list[Any], launchers: dict[int, Launcher]) -> None:
+        self._native, self._length, self._launchers = native, len(steps), launchers
+        self._forks = True in steps
+        self._aside = {number for number in launchers if steps and steps[number][-1]}
 
     def __call__(self, given: tuple[int | None, ...], device: torch.device, index: int) -> bool | None:
         """Launches; False, and nothing else, if the batch needs other launches; None if only Python can issue them."""
@@ -194,25 +193,22 @@ class Program:
         if length == 0:
             return None
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        address, stream, side = memory.data_ptr(), raw_stream(index), side_of(index) if True in self._aside else None
-        other = 0 if side is None else side.stream.cuda_stream
-        done = native.run(given, address, index, stream, other, 0)
+        address, stream = memory.data_ptr(), raw_stream(index)
+        side = side_of(index) if self._forks else None
+        beside = _NONE if side is None else side.beside
+        done = native.run(given, address, index, stream, beside, 0)
         while done < length:
-            step = self._done_by[done]
-            if isinstance(step, Launcher):
-                # it was not compiled for such a call yet
-                own = side.stream if side is not None and self._aside[done] else None
-                grid, pointers, numbers = native.arguments(given, address, done)
-                step(grid, pointers, numbers, index, own)
-            else:
-                getattr(side, step)()
-            done = native.run(given, address, index, stream, other, done + 1)
+            # it was not compiled for such a call yet
+            own = side.stream if side is not None and done in self._aside else None
+            grid, pointers, numbers = native.arguments(given, address, done)
+            self._launchers[done](grid, pointers, numbers, index, own)
+            done = native.run(given, address, index, stream, beside, done + 1)
         return True
 
 
 def write_down(given: Any, index: int, issue: Any) -> Program | None:
     """What `issue(given, to)` launches on a device, `given` being a named tuple; None if there can be no programs."""
-    if _Native is None:
+    if _launch is None:
         return None
     trace = Trace(given, index)
     try:

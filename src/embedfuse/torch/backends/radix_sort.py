@@ -14,8 +14,8 @@ from ...kernels.configs import (
     RADIX_THREADS,
     ceil_div,
 )
-from .cuda_source import NoCompiler, blocks_at_once, functions_of, multiprocessors
-from .issuing import Issuer, driver_address, launch
+from .cuda_source import NoCompiler, blocks_at_once, driver_address, functions_of, multiprocessors
+from .issuing import Issuer, launch
 from .launching import HOST, raw_stream
 
 ARGUMENTS = 10

@@ -1,10 +1,18 @@
 """A second stream of a device, for kernels that wait for memory while others move it."""
 
 import threading
+from typing import Any
 
 import torch
 
+from .cuda_source import driver_address
 from .launching import raw_stream
+
+try:
+    from ...kernels import _launch
+except ImportError:
+    # a source tree whose C++ was not compiled
+    _launch = None  # type: ignore[assignment]
 
 
 class Side:
@@ -16,6 +24,16 @@ class Side:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._current = torch.cuda.current_stream(device)
+        # the same for C++
+        self.beside: Any = None
+        if _launch is not None:
+            for event in (self._ready, self._done):
+                # PyTorch makes it now
+                event.record(self.stream)
+            handles = self.stream.cuda_stream, self._ready.cuda_event, self._done.cuda_event
+            self.beside = _launch.Beside(
+                *handles, driver_address("cuEventRecord"), driver_address("cuStreamWaitEvent")
+            )  # fmt: skip
 
     def fork(self) -> torch.cuda.Stream:
         """What is issued to the stream from now on waits for all that was issued to the current one so far."""
