@@ -1,6 +1,7 @@
 """Launches that are written down: C++ must issue, for any batch, what Python would have issued."""
 
 import ctypes
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ from triton_cases import gradient, make, put, small_update, state_of
 from embedfuse.kernels import _launch
 from embedfuse.optim import SGD, Adagrad
 from embedfuse.torch.backends import issuing, launching, passes, program, radix_sort, sorted_runs, summed_runs
-from embedfuse.torch.backends.descriptor_facts import table_facts
+from embedfuse.torch.backends.descriptor_facts import feature_facts, table_facts
+from embedfuse.torch.backends.passes import Batch
 from embedfuse.torch.backends.program import Trace, write_down
 from embedfuse.torch.backends.summed_runs import STEP_ROWS, STORE_SUMS, Target
 
 STREAM, OTHER, READY, DONE = 70, 71, 72, 73
+CPU = torch.device("cpu")
 FUNCTIONS = itertools.count(1000)
 
 
@@ -97,6 +100,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         monkeypatch.setattr(module, "raw_stream", lambda device: STREAM)
         monkeypatch.setattr(module, "driver_address", lambda: made.address)
         monkeypatch.setattr(module, "side_of", lambda device: side)
+    monkeypatch.setattr(program, "current_device", lambda: 0)
     for module in (issuing, passes):
         monkeypatch.setattr(module, "device_of", lambda tensor: (0, torch.Tensor.data_ptr))
     # one memory for all batches, so that addresses can be compared
@@ -138,9 +142,9 @@ def test_what_is_made_and_asked_of_numbers(driver: Driver) -> None:
         start = len(driver.noted)
         issue(given, issuing.Now(torch.zeros(1)))
         wanted, start, calls = driver.since(start), len(driver.noted), first.python + second.python
-        if not any(one(given, torch.device("cpu"), 0) is not False for one in programs):
-            programs.append(write_down(given, 0, issue))
-            assert programs[-1](given, torch.device("cpu"), 0) is (True if wanted else None)
+        if not any(one(given) is not False for one in programs):
+            programs.append(write_down(given, CPU, 0, issue))
+            assert programs[-1](given) is (True if wanted else None)
         assert driver.since(start) == wanted
         native += first.python + second.python == calls
     # nearly all batches go by C++ alone, by few programs
@@ -156,17 +160,17 @@ def test_a_call_that_its_kernel_was_not_compiled_for(driver: Driver) -> None:
             to(launcher, (given.m,), (given.address,), (given.n,))
 
     issue(Numbers(5, 2, 64, None), issuing.Now(torch.zeros(1)))
-    made = write_down(Numbers(5, 2, 64, None), 0, issue)
+    made = write_down(Numbers(5, 2, 64, None), CPU, 0, issue)
     assert made is not None
     other.python = one.python = 0
     driver.noted.clear()
     # 16 has a kernel of its own
-    assert made(Numbers(16, 3, 64, None), torch.device("cpu"), 0)
+    assert made(Numbers(16, 3, 64, None))
     assert (one.python, other.python) == (1, 1)
     assert [(note[0], note[1][0], note[3]) for note in driver.noted] == [
         (one.function, 3, (64, 16)), (other.function, 3, (64, 16)), (one.function, 3, (64, 16)),
     ]  # fmt: skip
-    assert made(Numbers(32, 3, 64, None), torch.device("cpu"), 0) and (one.python, other.python) == (1, 1)
+    assert made(Numbers(32, 3, 64, None)) and (one.python, other.python) == (1, 1)
 
 
 def test_a_thread_without_a_context_and_launches_that_fail(driver: Driver) -> None:
@@ -181,23 +185,23 @@ def test_a_thread_without_a_context_and_launches_that_fail(driver: Driver) -> No
 
     given = Numbers(5, 2, 64, None)
     issue(given, issuing.Now(torch.zeros(1)))
-    made = write_down(given, 0, issue)
+    made = write_down(given, CPU, 0, issue)
     assert made is not None
     driver.answers[one.function] = 201
     with pytest.raises(AssertionError):
         # by Python, which would let Triton make the context
-        made(given, torch.device("cpu"), 0)
+        made(given)
     for which, failed in itertools.product((5, READY, DONE), (201, 720)):
         driver.answers = {which: failed}
         with pytest.raises(RuntimeError, match=f"error {failed} of CUDA's driver"):
-            made(given, torch.device("cpu"), 0)
+            made(given)
     driver.answers = {}
-    assert made(given, torch.device("cpu"), 0)
+    assert made(given)
     assert driver.noted[-1] == (5, (5, 1, 1, 32, 1, 1, 0), STREAM, (), True)
     with pytest.raises(IndexError, match="a grid of 0 programs"):
-        made(given._replace(n=0), torch.device("cpu"), 0)
+        made(given._replace(n=0))
     with pytest.raises(ValueError, match="as many values"):
-        made((1, 2), torch.device("cpu"), 0)  # type: ignore[arg-type]
+        made((1, 2))  # type: ignore[arg-type]
 
 
 def test_what_only_python_can_do(driver: Driver) -> None:
@@ -212,17 +216,17 @@ def test_what_only_python_can_do(driver: Driver) -> None:
     for n, answer in ((50, True), (200, None)):
         given = Numbers(n, 1, 64, None)
         issue(given, issuing.Now(torch.zeros(1)))
-        made = write_down(given, 0, issue)
+        made = write_down(given, CPU, 0, issue)
         assert made is not None
         before = len(driver.noted)
-        assert [made(given._replace(n=m), torch.device("cpu"), 0) for m in (90, 150)] == [
+        assert [made(given._replace(n=m)) for m in (90, 150)] == [
             answer if (n > 100) == (m > 100) else False for m in (90, 150)
         ]
         assert len(driver.noted) == before + (answer is True)
     # a launcher that only Triton can launch
     one.known = None
-    made = write_down(Numbers(50, 1, 64, None), 0, issue)
-    assert made is not None and made(Numbers(50, 1, 64, None), torch.device("cpu"), 0) is None
+    made = write_down(Numbers(50, 1, 64, None), CPU, 0, issue)
+    assert made is not None and made(Numbers(50, 1, 64, None)) is None
 
 
 def test_programs_that_cannot_be(driver: Driver) -> None:
@@ -231,7 +235,7 @@ def test_programs_that_cannot_be(driver: Driver) -> None:
     _launch.Program(
         1, good, [(0, 0, 1, True)], 2, [(kernels, 1, (0, 2), False), True, False, (7, 1, (0,), 1, 32, True)]
     )
-    for values in ([(0, 2, 0)], [(5, 0, 0)], [(2, 0, 0)], [(0, 0, 0), (2, 0, 1)], [(0, -1, 0)], [(4, 0, -1)]):
+    for values in ([(0, 7, 0)], [(5, 0, 0)], [(2, 0, 0)], [(0, 0, 0), (2, 0, 1)], [(0, -1, 0)], [(4, 0, -1)]):
         with pytest.raises(ValueError, match="follows from nothing"):
             _launch.Program(1, values, [], 0, [])
     for arguments in (
@@ -313,19 +317,88 @@ def test_sums_by_row(driver: Driver, sorts: None, kind: str) -> None:
         csr = csr._replace(ids=ids, weights=None if csr.weights is None else torch.ones(number))
         found = passes.passes_of(target, facts, config, features, csr, scale, grad, None, None)
         made.add(found)
-        given = passes.given_of(target, facts, features, tables, csr, scale, grad, None, None)
+        batch = Batch.of(target, features, tables, csr, scale, grad, None, None)
         start = len(driver.noted)
-        found._issue(given, issuing.Now(grad))
+        found._issue(batch, issuing.Now(grad))
         if number == numbers[0]:
             start = len(driver.noted)
-            found._issue(given, issuing.Now(grad))
-        wanted, start, known = driver.since(start), len(driver.noted), len(found._programs)
-        found(given, grad)
+            found._issue(batch, issuing.Now(grad))
+        wanted, start, known = driver.since(start), len(driver.noted), len(found.programs)
+        found(batch)
         assert driver.since(start) == wanted and len(wanted) >= 3
-        native += len(found._programs) == known
+        native += len(found.programs) == known
     assert len(made) == 1
-    assert len(found._programs) < passes.PROGRAMS and native > len(numbers) - passes.PROGRAMS
+    assert len(found.programs) < passes.PROGRAMS and native > len(numbers) - passes.PROGRAMS
     assert ("hold", OTHER, READY, 0) in driver.noted and ("hold", STREAM, DONE, 0) in driver.noted
+
+
+def test_programs_are_of_one_kind_of_batch(driver: Driver, sorts: None) -> None:
+    """A program takes a batch if and only if the batch needs the same kernels."""
+    case = make(shapes=[(90, 8), (70, 8)], features=[(0, "sum"), (1, "sum")], bags=6)
+    features, config = put(case.features), small_update(8)
+    feature_facts(features)
+    one = torch.ones(())
+    plain, _ = state_of(case, [SGD(0.1), Adagrad(0.1)])
+    updates = [
+        dataclasses.replace(plain, counted=counted, grad_scale=scale, skip=skip)
+        for counted in (None, plain.steps) for scale in (None, one, one.double()) for skip in (None, one, one.int())
+    ]  # fmt: skip
+    facts, csr = table_facts(plain.tables), case.csr()
+    empty = csr.ids[:0]
+    csrs = [
+        csr, csr._replace(weights=None), csr._replace(ids=csr.ids.int()), csr._replace(ids=csr.ids.repeat(2)[::2]),
+        csr._replace(ids=empty, weights=empty.float()), csr._replace(bags=0),
+    ]  # fmt: skip
+    scales = [torch.empty(0), torch.ones(len(case.offsets) - 1)]
+    grads = [
+        *(gradient(case, layout) for layout in ("plain", "sliced", "transposed", "one row")),
+        *(gradient(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ]
+    batches: list[tuple[Any, Batch]] = []
+    programs: dict[Any, Any] = {}
+    for update, csr, scale, grad in itertools.product(updates, csrs, scales, grads):
+        target = Target(STEP_ROWS, update.table, facts.starts, update)
+        found = passes.passes_of(target, facts, config, features, csr, scale, grad, None, None)
+        batch = Batch.of(target, features, update.tables, csr, scale, grad, None, None)
+        # what the backend makes sure of before
+        refused = not csr.ids.is_contiguous() or len(csr.ids) == 0 or csr.bags == 0
+        # which rows start at multiples does not matter where elements are not neighbours
+        key = None if refused else (found.sorter.order, found.summer.sums, grad.stride(1) == 1)
+        batches.append((key, batch))
+        if key is not None and key not in programs:
+            found(batch)
+            programs[key] = found(batch)
+            assert programs[key] in found.programs
+    assert len(programs) > 100
+    for number, (kind, made) in enumerate(programs.items()):
+        for key, batch in batches[number % 3 :: 3]:
+            assert (made._native.bytes(batch) >= 0) == (key == kind)
+
+
+def test_without_an_exchange_programs_see_the_same(driver: Driver) -> None:
+    """Of tensors of any type, PyTorch's exchange and Python's own reading."""
+    tensors = [
+        torch.zeros(size, dtype=dtype).transpose(0, -1)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+        for size in ((5,), (3, 4), (2, 3, 4), (0,), (0, 7))
+    ]  # fmt: skip
+    tensors += [
+        torch.zeros(()),
+        torch.zeros(9)[2::3],
+        torch.ones(2, dtype=torch.bool),
+        torch.nn.Parameter(torch.ones(2)),
+    ]
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    for tensor in tensors:
+        assert len(program.fields_of(tensor)) == program.FIELDS
+        _launch.learn_tensors(None, torch.Tensor, program.fields_of)
+        slowly = _launch.fields(tensor)
+        _launch.learn_tensors(exchange, torch.Tensor, program.fields_of)
+        assert _launch.fields(tensor) == slowly == program.fields_of(tensor)
+    assert _launch.fields(None) == (0,) * 6 and _launch.fields(7) == (7, 0, 0, 0, 0, 0)
+    for thing in ("7", [tensors[0]], object()):
+        with pytest.raises(ValueError, match="no tensor"):
+            _launch.fields(thing)
 
 
 def test_watched_launches_are_pythons(driver: Driver, sorts: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,24 +408,24 @@ def test_watched_launches_are_pythons(driver: Driver, sorts: None, monkeypatch: 
     target = Target(STORE_SUMS, torch.zeros(len(case.table)), facts.starts)
     arguments = (features, case.csr(), torch.empty(0), grad, None, None)
     found = passes.passes_of(target, facts, small_update(8), *arguments)
-    given = passes.given_of(target, facts, features, tables, *arguments[1:])
+    batch = Batch.of(target, features, tables, *arguments[1:])
     with monkeypatch.context() as patch:
         patch.setattr(passes, "unwatched", lambda: False)
-        found(given, grad)
-        assert not found._programs
-    found(given, grad)
-    assert len(found._programs) == 1
+        found(batch)
+        assert not found.programs
+    found(batch)
+    assert len(found.programs) == 1
     calls: list[Any] = []
     monkeypatch.setattr(found, "_issue", lambda *given: calls.append(given))
-    found(given, grad)
+    found(batch)
     assert not calls
     monkeypatch.setattr(passes, "unwatched", lambda: False)
-    found(given, grad)
+    found(batch)
     assert len(calls) == 1
 
 
 def test_traced_numbers_are_no_numbers_elsewhere() -> None:
-    trace = Trace([5], 0)
+    trace = Trace([5], CPU, 0)
     for use in (hash, range, int, lambda number: [1, 2, 3][number], lambda number: {number: 1}):
         with pytest.raises(TypeError):
             use(trace.given[0])  # type: ignore[operator]

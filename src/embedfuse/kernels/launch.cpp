@@ -8,6 +8,9 @@ using namespace nb::literals;
 
 namespace {
 
+// never destroyed, since Python may be gone by then
+Reader& reader = *new Reader;
+
 int launch_once(Address driver, Address function, uint32_t blocks, uint32_t threads, Address stream,
                 const nb::tuple& arguments, bool together) {
   if (size(arguments) > MOST) throw std::length_error("a kernel of more than 64 arguments");
@@ -40,14 +43,24 @@ NB_MODULE(_launch, module) {
            "stream"_a, "ready"_a, "done"_a, "record"_a, "hold"_a,
            "`record`, `hold`: addresses of cuEventRecord and cuStreamWaitEvent.");
   nb::class_<Program>(module, "Program", "Launches that were written down, for other batches.")
-      .def(nb::init<size_t, const nb::list&, const nb::list&, size_t, const nb::list&>(), "given"_a, "values"_a,
-           "guards"_a, "size"_a, "steps"_a)
+      .def("__init__",
+           [](Program* made, size_t given, const nb::list& values, const nb::list& guards, size_t size,
+              const nb::list& steps) { new (made) Program(reader, given, values, guards, size, steps); },
+           "given"_a, "values"_a, "guards"_a, "size"_a, "steps"_a)
       .def("bytes", &Program::bytes, "given"_a,
            "Bytes of memory that the launches share; -1 if the batch needs other launches.")
       .def("run", &Program::run, "given"_a, "memory"_a, "device"_a, "stream"_a, "beside"_a, "start"_a,
            "Issues launches from number `start` on; the number of the first that Python must do, or of all.")
       .def("arguments", &Program::arguments, "given"_a, "memory"_a, "which"_a, "Grid, pointers and numbers of a launch.")
       .def("__len__", &Program::length);
+  module.def("learn_tensors", [](const nb::object& exchange, const nb::object& type, const nb::object& slowly) {
+    reader.learn(exchange, type, slowly);
+  }, "exchange"_a.none(), "type"_a, "slowly"_a, "Of `type`: by DLPack's exchange, or where that is None by `slowly`.");
+  module.def("fields", [](const nb::object& thing) {
+    int64_t found[FIELDS];
+    reader.read(thing.ptr(), found);
+    return nb::make_tuple(found[0], found[1], found[2], found[3], found[4], found[5]);
+  }, "thing"_a.none(), "What programs see of a tensor, a number or None.");
   module.def("launch", &launch_once, "driver"_a, "function"_a, "blocks"_a, "threads"_a, "stream"_a, "arguments"_a,
              "together"_a,
              "Launches a kernel of its own making; what the driver says, 0 if all is well. `together`: its blocks wait "

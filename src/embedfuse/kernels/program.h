@@ -3,11 +3,9 @@
 // `embedfuse/torch/backends/program.py` writes them down while Python issues them for the first time.
 #pragma once
 
-#include <algorithm>
+#include "tensors.h"
 
-#include "kernels.h"
-
-// What a value is: one that is given, a constant, or made of two values before it.
+// What a value is: a field of what is given, a constant, or made of two values before it.
 enum class Made : int64_t { GIVEN, CONSTANT, SUM, PRODUCT, QUOTIENT };
 // What is asked of two values.
 enum class Asked : int64_t { LESS, EQUAL };
@@ -15,17 +13,17 @@ enum class Asked : int64_t { LESS, EQUAL };
 class Program {
  public:
   // `values`: triples (Made, left, right); `guards`: (Asked, left, right, answer); `size`: place of the bytes of memory
-  // that the launches share, whose address is given last. `steps`: (kernels, grid, arguments, aside); or, of a kernel of its own
+  // that the launches share, whose address is one more field. `steps`: (kernels, grid, arguments, aside); or, of a kernel of its own
   // making, (function, grid, arguments, driver, threads, together); or whether the second stream is to wait for the
   // first from there on, else the first for the second.
-  Program(size_t given, const nb::list& values, const nb::list& guards, size_t size, const nb::list& steps)
-      : given_(given), size_(size) {
+  Program(const Reader& reader, size_t given, const nb::list& values, const nb::list& guards, size_t size, const nb::list& steps)
+      : reader_(reader), given_(given), size_(size) {
     for (const nb::handle& one : values) {
       const auto made = nb::cast<nb::tuple>(one);
       const Value value{static_cast<Made>(number(item(made, 0))), number(item(made, 1)), number(item(made, 2))};
       const auto before = static_cast<int64_t>(values_.size());
       const bool of_two = value.made != Made::GIVEN && value.made != Made::CONSTANT;
-      if (value.made > Made::QUOTIENT || (value.made == Made::GIVEN && (value.left < 0 || value.left > int64_t(given))) ||
+      if (value.made > Made::QUOTIENT || (value.made == Made::GIVEN && (value.left < 0 || value.left > int64_t(FIELDS * given))) ||
           (of_two && (value.left < 0 || value.right < 0 || value.left >= before || value.right >= before)))
         throw std::invalid_argument("a value that follows from nothing");
       values_.push_back(value);
@@ -139,12 +137,14 @@ class Program {
 
   std::vector<int64_t> evaluated(const nb::tuple& given, int64_t memory) const {
     if (::size(given) != given_) throw std::invalid_argument("as many values as were given before");
-    std::vector<int64_t> values(values_.size());
+    std::vector<int64_t> fields(FIELDS * given_ + 1), values(values_.size());
+    for (size_t i = 0; i < given_; ++i) reader_.read(item(given, i), &fields[FIELDS * i]);
+    fields.back() = memory;
     for (size_t i = 0; i < values_.size(); ++i) {
       const Value& value = values_[i];
       const auto left = static_cast<size_t>(value.left), right = static_cast<size_t>(value.right);
       switch (value.made) {
-        case Made::GIVEN: values[i] = left < given_ ? address(item(given, left)) : memory; break;
+        case Made::GIVEN: values[i] = fields[left]; break;
         case Made::CONSTANT: values[i] = value.left; break;
         case Made::SUM: values[i] = values[left] + values[right]; break;
         case Made::PRODUCT: values[i] = values[left] * values[right]; break;
@@ -174,6 +174,7 @@ class Program {
     return true;
   }
 
+  const Reader& reader_;
   size_t given_, size_;
   std::vector<Value> values_;
   std::vector<Guard> guards_;

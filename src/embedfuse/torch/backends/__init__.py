@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -92,6 +92,8 @@ class Update:
     skip: Tensor | None = None  # float32 scalar: if not 0, nothing is written
     counted: Tensor | None = None  # int64 [T]: what `row_update` is to add to `steps` first, if nothing is skipped
     at_random: bool = True  # False: no table rounds stochastically, whose seed in `hyper` need not be read
+    # what a backend keeps for updates of the same features, tables and rules
+    programs: list[Any] | None = None
 
 
 def count(update: Update) -> None:

@@ -38,6 +38,14 @@ class Issuer(Protocol):
         """Launches a kernel of ours; what the driver says, 0 if all is well. `together`: all blocks run at once."""
         ...
 
+    def pointer(self, tensor: Any) -> Any:
+        """The pointer to a tensor, or None to None."""
+        ...
+
+    def constant(self, tensor: Tensor) -> Any:
+        """The pointer to a tensor that is the same for all batches."""
+        ...
+
     def memory(self, size: Any, starts: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
         """An allocation of `size` bytes, once for a batch: pointers to its parts."""
         ...
@@ -85,6 +93,14 @@ class Now:
             driver_address(), function, blocks, threads, raw_stream(self.device), arguments, together
         )  # fmt: skip
         return failed
+
+    def pointer(self, tensor: Any) -> Any:
+        """See `Issuer`."""
+        return None if tensor is None else self._pointer(tensor)
+
+    def constant(self, tensor: Tensor) -> Any:
+        """See `Issuer`."""
+        return self._pointer(tensor)
 
     def memory(self, size: Any, starts: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
         """See `Issuer`."""

@@ -63,6 +63,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 # another Triton may keep these elsewhere
 _runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def unwatched() -> bool:

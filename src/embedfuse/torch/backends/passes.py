@@ -1,25 +1,66 @@
 """What sorts and sums a batch by row: made for the first batch of a kind, found again for all others."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.configs import UpdateConfig
 from ...plan import FROZEN
-from . import Csr
+from . import Csr, Update
 from .absent_rows import fill_absent
-from .descriptor_facts import TableFacts, known_columns
+from .descriptor_facts import WIDE_WORD, TableFacts, known_columns
 from .issuing import Issuer, Now
 from .launching import HOST, device_of, unwatched
 from .program import Program, write_down
-from .sorted_runs import INT32, Given, Order, Sorter
-from .summed_runs import STEP_ROWS, STORE_SUMS, Summer, Sums, Target
+from .sorted_runs import INT32, Given, Order, Sorter, last_element
+from .summed_runs import STORE_SUMS, Summer, Sums, Target
 
 MOST = 1024
 """Entries that are kept for a group of tables: a transposed gradient has a stride for each size of a batch."""
 PROGRAMS = 64
 """The most programs of a kind: numbers of ids have a dozen limits on whose sides launches differ."""
+
+
+class Batch(NamedTuple):
+    """All tensors that a sum by row reads and writes, and the number of bags."""
+
+    ids: Any
+    offsets: Any
+    weights: Any
+    bags: Any
+    scale: Any
+    grad: Any
+    winners: Any  # of max pooling: positions in the ids; only elements won by an id are of its gradient
+    dots: Any  # gets the dot of each id's row, read from `source`, with its gradient row; see `Backend.row_grad`
+    features: Any  # descriptors, as `tables`
+    tables: Any
+    out: Any
+    source: Any = None
+    slots: Any = None
+    hyper: Any = None
+    steps: Any = None
+    counted: Any = None
+    grad_scale: Any = None
+    skip: Any = None
+
+    @classmethod
+    def stepping(cls, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> "Batch":
+        """Of an optimizer step."""
+        return cls(
+            *csr, scale, grad, None, None, update.features, update.tables, update.table, None, update.slots,
+            update.hyper, update.steps, update.counted, update.grad_scale, update.skip,
+        )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, target: Target, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor,
+        winners: Tensor | None, dots: Tensor | None,
+    ) -> "Batch":  # fmt: skip
+        """Of what becomes of the sums, and of a batch."""
+        if target.update is not None:
+            return cls.stepping(target.update, csr, scale, grad)
+        return cls(*csr, scale, grad, winners, dots, features, tables, target.out, target.source)
 
 
 class Passes:
@@ -29,45 +70,75 @@ class Passes:
         sorter: the first half.
         summer: the second half.
         facts: of the tables.
+        columns: alignment of the features' columns.
         filled: the type of the gradient whose other rows get zeros in between, if any do.
     """
 
-    def __init__(self, sorter: Sorter, summer: Summer, facts: TableFacts, filled: torch.dtype | None) -> None:
-        self.sorter, self.summer, self._facts, self._filled = sorter, summer, facts, filled
-        self._programs: list[Program] = []
+    def __init__(
+        self, sorter: Sorter, summer: Summer, facts: TableFacts, columns: int, filled: torch.dtype | None
+    ) -> None:
+        self.sorter, self.summer, self._facts, self._columns, self._filled = sorter, summer, facts, columns, filled
+        self.programs: list[Program] = []
 
-    def __call__(self, given: Given, on: Tensor) -> None:
-        """Launches all for one batch, on the device of a tensor, which is the current one."""
-        index, _ = device_of(on)
+    def __call__(self, batch: Batch) -> Program | None:
+        """Launches all for one batch, on the current device; returns the program that does it next time."""
+        index, _ = device_of(batch.grad)
         if index == HOST or not unwatched():
-            self._issue(given, Now(on))
-            return
+            self._issue(batch, Now(batch.grad))
+            return None
         left_to_python = False
-        for program in self._programs:
-            done = program(given, on.device, index)
+        for program in self.programs:
+            done = program(batch)
             if done:
-                return
+                return program
             left_to_python |= done is None
-        self._issue(given, Now(on))
-        if not left_to_python:
-            written = write_down(given, index, self._issue)
-            if written is not None:
-                if len(self._programs) >= PROGRAMS:
-                    self._programs.clear()
-                self._programs.append(written)
+        self._issue(batch, Now(batch.grad))
+        if left_to_python:
+            return None
+        written = write_down(batch, batch.grad.device, index, self._issue, self._ask)
+        if written is not None:
+            if len(self.programs) >= PROGRAMS:
+                self.programs.clear()
+            self.programs.append(written)
+        return written
 
-    def _issue(self, given: Given, to: Issuer) -> None:
+    def _issue(self, batch: Batch, to: Issuer) -> None:
+        facts, pointer = self._facts, to.pointer
+        row, column = batch.grad.stride()
+        given = Given(
+            batch.ids.shape[0], batch.bags, batch.offsets.shape[0] + -1, row, column, batch.features.shape[0],
+            batch.tables.shape[0], facts.owners.shape[0], facts.rows, pointer(batch.features), pointer(batch.tables),
+            to.constant(facts.owners), *map(pointer, (
+                batch.ids, batch.offsets, batch.weights, batch.scale, batch.grad, batch.winners, batch.dots, batch.out,
+                batch.source, batch.slots, batch.hyper, batch.steps, batch.counted, batch.grad_scale, batch.skip,
+            )),
+        )  # fmt: skip
         runs = self.sorter(given, to)
         if self._filled is not None:
-            fill_absent(runs, given, self._filled, self._facts, to)
+            fill_absent(runs, given, self._filled, facts, to)
         self.summer(runs, given, to)
+
+    def _ask(self, batch: Batch) -> None:
+        """Asks a traced batch for all that makes its kind, beside types."""
+        for tensor in (batch.ids, batch.offsets, batch.weights, batch.scale):
+            if tensor is not None:
+                bool(tensor.stride()[0] == 1)
+        number, (rows, columns), (row, column) = batch.ids.shape[0], batch.grad.shape, batch.grad.stride()
+        bool(number > 0), bool(batch.bags > 0), bool(number > INT32 // 2)
+        bool(batch.scale.shape[0] == 0), bool(last_element(rows, columns, row, column) > INT32)
+        # what `grad_align` looks at
+        if column == 1:
+            aligned = 2
+            while aligned <= min(self._columns, WIDE_WORD // self.summer.sums.grad.itemsize):
+                bool(row // aligned * aligned == row)
+                aligned *= 2
 
 
 def passes_of(
     target: Target, facts: TableFacts, config: UpdateConfig, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor,
     winners: Tensor | None, dots: Tensor | None,
 ) -> Passes:  # fmt: skip
-    """What a batch needs; arguments as in `given_of`.
+    """What a batch needs, whose `source` is there only if it is read.
 
     Its kernels depend on `Order` and `Sums`; what these depend on is asked first, since that is quicker.
     """
@@ -85,7 +156,7 @@ def passes_of(
         # what is found keeps `config`, and with it its id
         id(config), target.mode, target.out.dtype, target.starts, None if source is None else source.dtype,
         target.sources, target.fill, step, ids.dtype, ids.shape[0] > INT32 // 2, csr.weights is None,
-        scale.shape[0] == 0, grad.dtype, row, column, (rows - 1) * row + (columns - 1) * column > INT32, aligned,
+        scale.shape[0] == 0, grad.dtype, row, column, last_element(rows, columns, row, column) > INT32, aligned,
         winners is None, dots is None,
     )  # fmt: skip
     found: Passes | None = facts.passes.get(kind)
@@ -102,43 +173,7 @@ def passes_of(
         if found is None:
             sorter = Sorter(order, facts, config)
             filled = target.out.dtype if target.fill else None
-            found = facts.passes[key] = Passes(sorter, Summer(sums, sorter, facts, config), facts, filled)
+            summer = Summer(sums, sorter, facts, config)
+            found = facts.passes[key] = Passes(sorter, summer, facts, aligned, filled)
         facts.passes[kind] = found
     return found
-
-
-def given_of(
-    target: Target, facts: TableFacts, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor,
-    winners: Tensor | None, dots: Tensor | None,
-) -> Given:  # fmt: skip
-    """What the launches of a batch are given.
-
-    Args:
-        target: what becomes of the sums.
-        facts: of the tables.
-        features: descriptors, as `tables`.
-        tables: see there.
-        csr: the ids.
-        scale: of each bag; empty for all ones.
-        grad: where the gradient rows lie.
-        winners: of max pooling: positions in the ids; only elements won by an id are of its gradient.
-        dots: gets the dot of each id's row, read from `target.source`, with its gradient row; see `Backend.row_grad`.
-    """
-    _, pointer = device_of(grad)
-    (ids, offsets, weights, bags), update, owners = csr, target.update, facts.owners
-    slots = hyper = steps = counted = grad_scale = skip = None
-    if update is not None and target.mode == STEP_ROWS:
-        slots, hyper, steps = pointer(update.slots), pointer(update.hyper), pointer(update.steps)
-        counted = None if update.counted is None else pointer(update.counted)
-        grad_scale = None if update.grad_scale is None else pointer(update.grad_scale)
-        skip = None if update.skip is None else pointer(update.skip)
-    reads = target.source is not None and (facts.clipped or dots is not None)
-    row, column = grad.stride()
-    return Given(
-        ids.shape[0], bags, offsets.shape[0] - 1, row, column, features.shape[0], tables.shape[0], owners.shape[0],
-        facts.rows, pointer(features), pointer(tables), pointer(owners), pointer(ids), pointer(offsets),
-        None if weights is None else pointer(weights), pointer(scale), pointer(grad),
-        None if winners is None else pointer(winners), None if dots is None else pointer(dots), pointer(target.out),
-        pointer(target.source) if reads and target.source is not None else None, slots, hyper, steps, counted,
-        grad_scale, skip,
-    )  # fmt: skip

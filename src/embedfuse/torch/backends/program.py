@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cuda_source import driver_address
-from .launching import Launcher, raw_stream
+from .launching import Launcher, current_device, raw_stream
 from .side_stream import side_of
 
 try:
@@ -22,6 +22,27 @@ except ImportError:
     # a source tree whose C++ was not compiled
     _launch = None  # type: ignore[assignment]
 
+ADDRESS, TYPE, SIZES, STEPS = 0, 1, 2, 4
+"""Fields of a tensor: `kernels/tensors.h`."""
+FIELDS = 6
+_CODES = {torch.bool: 6, torch.bfloat16: 4, torch.uint8: 1}
+"""Of types in DLPack, but for integers, 0, and other floats, 2."""
+
+
+def fields_of(tensor: Tensor) -> tuple[int, ...]:
+    """What programs see of a tensor, where PyTorch has no exchange (before 2.10)."""
+    dtype, where, count = tensor.dtype, tensor.device, tensor.dim()
+    code = _CODES.get(dtype, 2 if dtype.is_floating_point else 0)
+    described = (where.type == "cuda") + 1, where.index or 0, count, code, 8 * dtype.itemsize
+    kind = 0
+    for number, base in zip(described, (1, 4096, 256, 256, 256), strict=True):
+        kind = kind * base + number
+    shape, steps = ((*found[:2], 0, 0)[:2] for found in (tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), kind, *shape, *steps
+
+
+if _launch is not None:
+    _launch.learn_tensors(getattr(Tensor, "__dlpack_c_exchange_api__", None), Tensor, fields_of)
 _NONE: Any = None if _launch is None else _launch.Beside(0, 0, 0, 0, 0)
 
 GIVEN, CONSTANT, SUM, PRODUCT, QUOTIENT = range(5)
@@ -77,27 +98,51 @@ class Traced:
         return self != 0
 
 
+class TracedTensor:
+    """The same of a tensor's address and of its first two sizes and strides."""
+
+    def __init__(self, fields: Sequence[Traced], dimensions: int) -> None:
+        self.address, self.type = fields[ADDRESS], fields[TYPE]
+        self.shape = fields[SIZES : SIZES + dimensions]
+        self._steps = fields[STEPS : STEPS + dimensions]
+
+    def stride(self) -> Sequence[Traced]:
+        """As a tensor's."""
+        return self._steps
+
+
 class Trace:
     """An `Issuer` that launches nothing.
 
     Args:
-        given: numbers and pointers of the batch at hand; None where no batch has one.
-        device: index.
+        given: tensors and numbers of the batch at hand; None where no batch has one.
+        where: their device.
+        index: its number.
     """
 
     has_streams = True
 
-    def __init__(self, given: Sequence[int | None], device: int) -> None:
-        self.device = device
+    def __init__(self, given: Sequence[Any], where: torch.device, index: int) -> None:
+        self.device, self._where = index, where
         self._values: list[tuple[int, int, int]] = []
         self._constants: dict[int, Traced] = {}
         self._guards: list[tuple[int, int, int, bool]] = []
         self._steps: list[tuple[Any, ...] | bool] = []
         self._launchers: dict[int, Launcher] = {}  # by the numbers of their steps
-        self.given = [
-            None if value is None else self._noted(GIVEN, number, 0, value) for number, value in enumerate(given)
-        ]
+        self._kept: list[Tensor] = []
+        self._count = len(given)
+        self.given = [self._thing(number, thing) for number, thing in enumerate(given)]
         self._size: Traced = self._constant(0)
+
+    def _thing(self, number: int, thing: Any) -> Any:
+        found = _launch.fields(thing)
+        fields = [self._noted(GIVEN, FIELDS * number + place, 0, value) for place, value in enumerate(found)]
+        if isinstance(thing, Tensor):
+            # each batch has one of this type, on this device, of as many dimensions
+            self.asked(EQUAL, fields[TYPE], found[TYPE])
+            return TracedTensor(fields, min(thing.dim(), 2))
+        self.asked(EQUAL, fields[TYPE], 0)
+        return None if thing is None else fields[ADDRESS]
 
     def _noted(self, made: int, left: int, right: int, value: int) -> Traced:
         self._values.append((made, left, right))
@@ -146,11 +191,20 @@ class Trace:
     def _places(self, *values: Any) -> tuple[int, ...]:
         return tuple(self._constant(value).place for value in values)
 
+    def pointer(self, thing: Any) -> Any:
+        """See `Issuer`."""
+        return None if thing is None else thing.address
+
+    def constant(self, tensor: Tensor) -> Any:
+        """See `Issuer`."""
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
     def memory(self, size: Any, starts: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
         """See `Issuer`."""
         self._size = self._constant(size)
         # what follows from it is never asked for
-        base = self._noted(GIVEN, len(self.given), 0, 0)
+        base = self._noted(GIVEN, FIELDS * self._count, 0, 0)
         return [base + start for start in starts]
 
     def tensor(self, number: Any, dtype: torch.dtype) -> tuple[Tensor, Any]:
@@ -172,27 +226,42 @@ class Trace:
     def program(self, whole: bool = True) -> "Program":
         """What was written down; if not `whole`, only which batches it is of."""
         steps = self._steps if whole else []
-        native = _launch.Program(len(self.given), self._values, self._guards, self._size.place, steps)
-        return Program(native, steps, self._launchers)
+        native = _launch.Program(self._count, self._values, self._guards, self._size.place, steps)
+        return Program(native, steps, self._launchers, self._where, self.device, self._kept)
 
 
 class Program:
     """What `Trace` wrote down."""
 
-    def __init__(self, native: Any, steps: list[Any], launchers: dict[int, Launcher]) -> None:
+    def __init__(
+        self,
+        native: Any,
+        steps: list[Any],
+        launchers: dict[int, Launcher],
+        device: torch.device,
+        index: int,
+        kept: list[Tensor],
+    ) -> None:
         self._native, self._length, self._launchers = native, len(steps), launchers
+        self._device, self._index, self._kept = device, index, kept
         self._forks = True in steps
         self._aside = {number for number in launchers if steps and steps[number][-1]}
 
-    def __call__(self, given: tuple[int | None, ...], device: torch.device, index: int) -> bool | None:
-        """Launches; False, and nothing else, if the batch needs other launches; None if only Python can issue them."""
-        native, length = self._native, self._length
+    def __call__(self, given: tuple[Any, ...]) -> bool | None:
+        """Launches; False, and nothing else, if the batch needs other launches; None if only Python can issue them.
+
+        Args:
+            given: tensors and numbers, as `write_down` was given.
+        """
+        native, length, index = self._native, self._length, self._index
+        if current_device() != index:
+            return False
         size = native.bytes(given)
         if size < 0:
             return False
         if length == 0:
             return None
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         address, stream = memory.data_ptr(), raw_stream(index)
         side = side_of(index) if self._forks else None
         beside = _NONE if side is None else side.beside
@@ -206,13 +275,24 @@ class Program:
         return True
 
 
-def write_down(given: Any, index: int, issue: Any) -> Program | None:
-    """What `issue(given, to)` launches on a device, `given` being a named tuple; None if there can be no programs."""
+def write_down(given: Any, where: torch.device, index: int, issue: Any, ask: Any = None) -> Program | None:
+    """What `issue(given, to)` launches on a device, `given` being a named tuple; None if there can be no programs.
+
+    Args:
+        given: tensors and numbers of the batch at hand.
+        where: the device.
+        index: its number.
+        issue: issues the launches.
+        ask: asks of `given` whatever else decides about them, beside its tensors' types and dimensions.
+    """
     if _launch is None:
         return None
-    trace = Trace(given, index)
+    trace = Trace(given, where, index)
+    traced = type(given)(*trace.given)
+    if ask is not None:
+        ask(traced)
     try:
-        issue(type(given)(*trace.given), trace)
+        issue(traced, trace)
     except NotTraced:
         return trace.program(whole=False)
     return trace.program()

@@ -79,11 +79,16 @@ class Order(NamedTuple):
         """That of a batch."""
         counted = update is not None and update.counted is not None
         skip = update.skip.dtype if counted and update is not None and update.skip is not None else None
-        last_source = max(grad.shape[0] - 1, 0) * grad.stride(0) + max(grad.shape[1] - 1, 0) * grad.stride(1)
+        last_source = last_element(*grad.shape, *grad.stride())
         return cls(
             csr.ids.dtype, csr.weights is not None, scale.shape[0] != 0, last_source > INT32,
             csr.ids.shape[0] > INT32 // 2, positions, frozen, counted, skip,
         )  # fmt: skip
+
+
+def last_element(rows: Any, columns: Any, row: Any, column: Any) -> Any:
+    """Where the last element of a matrix lies, counted from its first."""
+    return (rows + -1) * row + (columns + -1) * column
 
 
 class SortedRuns(NamedTuple):

@@ -23,9 +23,9 @@ from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_
 from .absent_rows import zeros_come_later
 from .compact import compact_row_grad
 from .descriptor_facts import TableFacts, alignment, feature_facts, rows_align, table_facts
-from .launching import device_of, launch, on_device
+from .launching import device_of, launch, on_device, unwatched
 from .lookup_launch import Lookup
-from .passes import given_of, passes_of
+from .passes import PROGRAMS, Batch, passes_of
 from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, grad_align
 
 try:
@@ -211,6 +211,11 @@ class TritonBackend:
 
     def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
         """See `Backend`."""
+        if update.programs and unwatched():
+            batch = Batch.stepping(update, csr, scale, grad)
+            for program in update.programs:
+                if program(batch):
+                    return
         facts = table_facts(update.tables)
         if facts.rules == {FROZEN}:
             count(update)
@@ -283,9 +288,15 @@ class TritonBackend:
         config = self._update_config(facts.widest)
         if dots is not None:
             config = configs.dots_config(config)
+        if target.source is not None and not (facts.clipped or dots is not None):
+            target = target._replace(source=None)
         with on_device(grad.device):
             passes = passes_of(target, facts, config, features, csr, scale, grad, winners, dots)
-            passes(given_of(target, facts, features, tables, csr, scale, grad, winners, dots), grad)
+            program = passes(Batch.of(target, features, tables, csr, scale, grad, winners, dots))
+        programs = None if target.update is None else target.update.programs
+        if program is not None and programs is not None and program not in programs:
+            programs.insert(0, program)
+            del programs[PROGRAMS:]
 
 
 def _contiguous(csr: Csr) -> Csr:
