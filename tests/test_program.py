@@ -14,6 +14,7 @@ from triton_cases import gradient, make, put, small_update, state_of
 
 from embedfuse.kernels import _launch
 from embedfuse.optim import SGD, Adagrad
+from embedfuse.torch import native
 from embedfuse.torch.backends import issuing, launching, passes, program, radix_sort, sorted_runs, summed_runs
 from embedfuse.torch.backends.descriptor_facts import feature_facts, table_facts
 from embedfuse.torch.backends.passes import Batch
@@ -390,11 +391,11 @@ def test_without_an_exchange_programs_see_the_same(driver: Driver) -> None:
     ]
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     for tensor in tensors:
-        assert len(program.fields_of(tensor)) == program.FIELDS
-        _launch.learn_tensors(None, torch.Tensor, program.fields_of)
+        assert len(native.fields_of(tensor)) == native.FIELDS
+        _launch.learn_tensors(None, torch.Tensor, native.fields_of)
         slowly = _launch.fields(tensor)
-        _launch.learn_tensors(exchange, torch.Tensor, program.fields_of)
-        assert _launch.fields(tensor) == slowly == program.fields_of(tensor)
+        _launch.learn_tensors(exchange, torch.Tensor, native.fields_of)
+        assert _launch.fields(tensor) == slowly == native.fields_of(tensor)
     assert _launch.fields(None) == (0,) * 6 and _launch.fields(7) == (7, 0, 0, 0, 0, 0)
     for thing in ("7", [tensors[0]], object()):
         with pytest.raises(ValueError, match="no tensor"):

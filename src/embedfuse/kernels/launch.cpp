@@ -1,12 +1,22 @@
-// Launches of compiled CUDA kernels: from Python's tuples to the driver, and nothing between.
+// Launches of compiled CUDA kernels: from tensors and numbers to the driver, and nothing between.
 //
 // Python's own ways take the host two to three times as long as the driver does: Triton's launcher, and ctypes.
-// Addresses and plain numbers in; `embedfuse/torch/backends/launching.py` and `program.py` are the doors in front.
+// `embedfuse/torch/backends/launching.py` and `program.py` are the doors in front; what tensors are is DLPack's to say.
 #include "program.h"
 
 using namespace nb::literals;
 
 namespace {
+
+// Whether two dicts hold the same objects in the same order.
+bool same(const nb::dict& left, const nb::dict& right) {
+  if (nb::len(left) != nb::len(right)) return false;
+  PyObject *one, *other;
+  Py_ssize_t at = 0, there = 0;
+  while (PyDict_Next(left.ptr(), &at, nullptr, &one))
+    if (!PyDict_Next(right.ptr(), &there, nullptr, &other) || one != other) return false;
+  return true;
+}
 
 // never destroyed, since Python may be gone by then
 Reader& reader = *new Reader;
@@ -61,6 +71,12 @@ NB_MODULE(_launch, module) {
     reader.read(thing.ptr(), found);
     return nb::make_tuple(found[0], found[1], found[2], found[3], found[4], found[5]);
   }, "thing"_a.none(), "What programs see of a tensor, a number or None.");
+  nb::class_<Places>(module, "Places", "Where matrices are to lie that share one memory.")
+      .def(nb::init<std::vector<int64_t>, std::vector<int64_t>>(), "starts"_a, "widths"_a)
+      .def("hold", [](const Places& places, const nb::list& matrices, const nb::object& origin) {
+        return places.hold(reader, matrices, origin);
+      }, "matrices"_a, "origin"_a, "Whether they do, row after row: so many bytes after the data of `origin`.");
+  module.def("same", &same, "left"_a, "right"_a, "Whether two dicts hold the same objects in the same order.");
   module.def("launch", &launch_once, "driver"_a, "function"_a, "blocks"_a, "threads"_a, "stream"_a, "arguments"_a,
              "together"_a,
              "Launches a kernel of its own making; what the driver says, 0 if all is well. `together`: its blocks wait "

@@ -77,3 +77,29 @@ class Reader {
   nb::object type_, slowly_;
   int (*read_)(void*, Tensor*) = nullptr;
 };
+
+// Where matrices are to lie that share one memory.
+class Places {
+ public:
+  // `starts`: bytes after the first byte of the memory; `widths`: columns.
+  Places(std::vector<int64_t> starts, std::vector<int64_t> widths)
+      : starts_(std::move(starts)), widths_(std::move(widths)) {
+    if (starts_.size() != widths_.size()) throw std::invalid_argument("as many starts as widths");
+  }
+
+  // Whether they do, row after row, in the memory of `origin`.
+  bool hold(const Reader& reader, const nb::list& matrices, const nb::object& origin) const {
+    if (nb::len(matrices) != starts_.size()) return false;
+    int64_t base[FIELDS], found[FIELDS];
+    reader.read(origin.ptr(), base);
+    for (size_t i = 0; i < starts_.size(); ++i) {
+      reader.read(PyList_GET_ITEM(matrices.ptr(), static_cast<Py_ssize_t>(i)), found);
+      const bool in_order = (found[2] < 2 || found[4] == widths_[i]) && (found[3] < 2 || found[5] == 1);
+      if (found[0] != base[0] + starts_[i] || !in_order) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<int64_t> starts_, widths_;
+};

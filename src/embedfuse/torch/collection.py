@@ -347,9 +347,13 @@ class EmbeddingCollection(nn.Module):
 
     def _settle(self) -> None:
         """Follows tables that moved by themselves: an assignment to `.data`, or `load_state_dict(assign=True)`."""
-        arenas = [group.arena for group in self._groups]
-        if not (arenas[0].is_own() and all(arena.is_whole() for arena in arenas)):
-            self._link()
+        for group in self._groups:
+            if not group.arena.is_whole():
+                break
+        else:
+            if self.tables.is_own():
+                return
+        self._link()
 
     def _link(self) -> None:
         """Everything that follows the tables: their buffers, and descriptors on their device."""

@@ -56,7 +56,8 @@ class Record:
         self.versions = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(tensor._version for tensor in (self.grad, *self.csr[:3]) if tensor is not None)
+        (ids, offsets, weights, _), grad = self.csr, self.grad
+        return grad._version, ids._version, offsets._version, 0 if weights is None else weights._version
 
 
 @dataclass
@@ -140,7 +141,10 @@ def _own(record: Record) -> None:
     csr = record.csr
     # ids of one feature were not put together, so these may be the caller's own
     copied = record.launch.is_single and not csr.ids.is_cuda
-    if not copied and not any(_changes(tensor) for tensor in (record.grad, *csr[:3]) if tensor is not None):
+    if not (
+        copied or _changes(record.grad) or _changes(csr.ids) or _changes(csr.offsets)
+        or (csr.weights is not None and _changes(csr.weights))
+    ):  # fmt: skip
         record.watch()
         return
     with torch.inference_mode(False), torch.no_grad():
@@ -156,7 +160,7 @@ def _own(record: Record) -> None:
 
 def _changes(tensor: Tensor) -> bool:
     """Whether a tensor has no version to watch, or is a parameter that another optimizer may step before."""
-    return tensor.is_inference() or (tensor.is_leaf and tensor.requires_grad)
+    return tensor.is_inference() or (tensor.requires_grad and tensor.is_leaf)
 
 
 def learning(records: Sequence[Record]) -> tuple[bool, ...]:

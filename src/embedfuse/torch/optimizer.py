@@ -180,10 +180,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Follows tables that were moved, converted or replaced."""
-        for collection in self._collections:
+        stays = True
+        for collection, states, changes in zip(self._collections, self._states, self._changes, strict=True):
             collection._settle()
-        moved = [state.follow() for states in self._states for state in states]
-        if any(moved) or self._changes != [one.tables._changes for one in self._collections]:
+            for state in states:
+                stays &= not state.follow()
+            stays &= changes == collection.tables._changes
+        if not stays:
             self._fill_state()
 
     def _check(self, waiting: list[Record]) -> None:

@@ -14,6 +14,9 @@ from ..plan import ALIGNMENT, FROZEN, T_RULE, T_SLOT0
 from .backends import accumulation_dtype
 from .tables import Arena, zeros
 
+MOST_FORMS = 8
+"""Forms of lookups, such as lengths of sequences, whose programs are kept."""
+
 
 class ordinary_tensors:
     """Without gradients, but outside of inference mode: what is made there could never be written later.
@@ -73,6 +76,7 @@ class GroupState:
         self._total = max(total, 1)
         self._masks: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
         self._by_mode: dict[tuple[bool, ...], dict[str, Tensor]] = {}
+        self._programs: list[tuple[Tensor, Tensor, list[Any]]] = []
         self._start()
 
     def _start(self) -> None:
@@ -109,7 +113,7 @@ class GroupState:
         else:
             self.slots = self.slots.to(device, dtype)
             self.steps, self.hyper = self.steps.to(device), self.hyper.to(device)
-        self._masks, self._by_mode = {}, {}
+        self._masks, self._by_mode, self._programs = {}, {}, []
         return True
 
     def hyper_of(self, learning_rates: list[float]) -> list[tuple[float, ...]] | None:
@@ -157,6 +161,16 @@ class GroupState:
                 mode: self.masked([own == mode for own in modes])[0] for mode in set(modes) - {"frozen"}
             }
         return self._by_mode[learns]
+
+    def programs(self, features: Tensor, tables: Tensor) -> list[Any]:
+        """What a backend keeps for updates of these features and tables; see `Update`."""
+        for known, of, programs in self._programs:
+            if known is features and of is tables:
+                return programs
+        # several lookups that are joined have features of their own
+        del self._programs[MOST_FORMS - 1 :]
+        self._programs.insert(0, (features, tables, []))
+        return self._programs[0][2]
 
 
 def _mode(optimizer: Optimizer) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import TableConfig
 from ..plan import T_OFFSET, PlannedTable, plan_group
+from .native import EXCHANGE, NATIVE
 
 
 class Tables(nn.Module):
@@ -35,6 +36,10 @@ class Tables(nn.Module):
 
     def is_own(self) -> bool:
         """Whether the tables are those put here, and not others that a functional call has put in their place."""
+        # a compiler sees through Python only
+        if NATIVE is not None and not torch.compiler.is_compiling():
+            same: bool = NATIVE.same(self._parameters, self._own)
+            return same
         return all(map(operator.is_, self._parameters.values(), self._own.values()))
 
     def __getitem__(self, name: str) -> nn.Parameter:
@@ -98,6 +103,7 @@ class Arena:
         self.buffer = torch.empty(0)
         self._places: list[int] = []  # data pointers of the tables if they lie in the buffer
         self._steps = [(dim, 1) for _, dim in self.shapes]
+        self._planned: dict[int, Any] = {}  # the places in C++, by the size of an element
         self._seen, self._holds_all = -1, False  # whether there were no other tables, when they changed last
 
     @property
@@ -168,6 +174,15 @@ class Arena:
         """Whether every table still lies where the descriptors say."""
         if self.buffer.is_meta:
             return all(table.is_meta for table in self.parameters)
+        if EXCHANGE is not None and NATIVE is not None:
+            # asked in every step, of hundreds of tables
+            size = self.buffer.element_size()
+            if size not in self._planned:
+                self._planned[size] = NATIVE.Places(
+                    [start * size for start in self.starts], [d for _, d in self.shapes]
+                )
+            held: bool = self._planned[size].hold(self.parameters, self.buffer)
+            return held
         origin = self.buffer.data_ptr()
         if not self._places or self._places[0] != origin:
             step = self.buffer.element_size()

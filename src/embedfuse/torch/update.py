@@ -147,7 +147,7 @@ def _update(
 ) -> Update:  # fmt: skip
     return Update(
         state.arena.buffer, features, tables, state.rules, state.slots, state.hyper, state.steps, grad_scale, skip,
-        counted, state.at_random,
+        counted, state.at_random, state.programs(features, tables),
     )  # fmt: skip
 
 

@@ -6,17 +6,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..native import NATIVE
 from .cuda_source import driver_address
 from .launching import HOST, Launcher, device_of, raw_stream
 from .side_stream import side_of
 
-try:
-    from ...kernels import _launch
-except ImportError:
-    # a source tree whose C++ was not compiled
-    _launch = None  # type: ignore[assignment]
-
-launch: Any = getattr(_launch, "launch", None)
+launch: Any = getattr(NATIVE, "launch", None)
 
 
 class Issuer(Protocol):

@@ -20,14 +20,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ..native import NATIVE
 from .cuda_source import NoCompiler, driver_address, parameter_sizes
 
-try:
-    from ...kernels._launch import Kernels
-except ImportError:
-    # a source tree whose C++ was not compiled
-    Kernels = None  # type: ignore[assignment, misc]
-
+Kernels: Any = getattr(NATIVE, "Kernels", None)
 OPTIONS = {"enable_fp_fusion": True}
 """Of every launch; Triton 3.9 warns where this is not said."""
 HOST = -1

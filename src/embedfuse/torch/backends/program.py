@@ -12,38 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..native import ADDRESS, FIELDS, NATIVE, SIZES, STEPS, TYPE
 from .cuda_source import driver_address
 from .launching import Launcher, current_device, raw_stream
 from .side_stream import side_of
 
-try:
-    from ...kernels import _launch
-except ImportError:
-    # a source tree whose C++ was not compiled
-    _launch = None  # type: ignore[assignment]
-
-ADDRESS, TYPE, SIZES, STEPS = 0, 1, 2, 4
-"""Fields of a tensor: `kernels/tensors.h`."""
-FIELDS = 6
-_CODES = {torch.bool: 6, torch.bfloat16: 4, torch.uint8: 1}
-"""Of types in DLPack, but for integers, 0, and other floats, 2."""
-
-
-def fields_of(tensor: Tensor) -> tuple[int, ...]:
-    """What programs see of a tensor, where PyTorch has no exchange (before 2.10)."""
-    dtype, where, count = tensor.dtype, tensor.device, tensor.dim()
-    code = _CODES.get(dtype, 2 if dtype.is_floating_point else 0)
-    described = (where.type == "cuda") + 1, where.index or 0, count, code, 8 * dtype.itemsize
-    kind = 0
-    for number, base in zip(described, (1, 4096, 256, 256, 256), strict=True):
-        kind = kind * base + number
-    shape, steps = ((*found[:2], 0, 0)[:2] for found in (tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), kind, *shape, *steps
-
-
-if _launch is not None:
-    _launch.learn_tensors(getattr(Tensor, "__dlpack_c_exchange_api__", None), Tensor, fields_of)
-_NONE: Any = None if _launch is None else _launch.Beside(0, 0, 0, 0, 0)
+_NONE: Any = None if NATIVE is None else NATIVE.Beside(0, 0, 0, 0, 0)
 
 GIVEN, CONSTANT, SUM, PRODUCT, QUOTIENT = range(5)
 LESS, EQUAL = range(2)
@@ -128,14 +102,14 @@ class Trace:
         self._constants: dict[int, Traced] = {}
         self._guards: list[tuple[int, int, int, bool]] = []
         self._steps: list[tuple[Any, ...] | bool] = []
-        self._launchers: dict[int, Launcher] = {}  # by the numbers of their steps
+        self.NATIVEers: dict[int, Launcher] = {}  # by the numbers of their steps
         self._kept: list[Tensor] = []
         self._count = len(given)
         self.given = [self._thing(number, thing) for number, thing in enumerate(given)]
         self._size: Traced = self._constant(0)
 
     def _thing(self, number: int, thing: Any) -> Any:
-        found = _launch.fields(thing)
+        found = NATIVE.fields(thing)
         fields = [self._noted(GIVEN, FIELDS * number + place, 0, value) for place, value in enumerate(found)]
         if isinstance(thing, Tensor):
             # each batch has one of this type, on this device, of as many dimensions
@@ -179,7 +153,7 @@ class Trace:
         # not there before its first call, or if only Triton can launch it
         if launcher.known is None or len(grid) != 1:
             raise NotTraced
-        self._launchers[len(self._steps)] = launcher
+        self.NATIVEers[len(self._steps)] = launcher
         self._steps.append((launcher.known, self._constant(grid[0]).place, self._places(*pointers, *numbers), aside))
 
     def own(self, function: int, blocks: Any, threads: int, arguments: tuple[Any, ...], together: bool = False) -> int:
@@ -226,8 +200,8 @@ class Trace:
     def program(self, whole: bool = True) -> "Program":
         """What was written down; if not `whole`, only which batches it is of."""
         steps = self._steps if whole else []
-        native = _launch.Program(self._count, self._values, self._guards, self._size.place, steps)
-        return Program(native, steps, self._launchers, self._where, self.device, self._kept)
+        native = NATIVE.Program(self._count, self._values, self._guards, self._size.place, steps)
+        return Program(native, steps, self.NATIVEers, self._where, self.device, self._kept)
 
 
 class Program:
@@ -242,7 +216,7 @@ class Program:
         index: int,
         kept: list[Tensor],
     ) -> None:
-        self._native, self._length, self._launchers = native, len(steps), launchers
+        self._native, self._length, self.NATIVEers = native, len(steps), launchers
         self._device, self._index, self._kept = device, index, kept
         self._forks = True in steps
         self._aside = {number for number in launchers if steps and steps[number][-1]}
@@ -270,7 +244,7 @@ class Program:
             # it was not compiled for such a call yet
             own = side.stream if side is not None and done in self._aside else None
             grid, pointers, numbers = native.arguments(given, address, done)
-            self._launchers[done](grid, pointers, numbers, index, own)
+            self.NATIVEers[done](grid, pointers, numbers, index, own)
             done = native.run(given, address, index, stream, beside, done + 1)
         return True
 
@@ -285,7 +259,7 @@ def write_down(given: Any, where: torch.device, index: int, issue: Any, ask: Any
         issue: issues the launches.
         ask: asks of `given` whatever else decides about them, beside its tensors' types and dimensions.
     """
-    if _launch is None:
+    if NATIVE is None:
         return None
     trace = Trace(given, where, index)
     traced = type(given)(*trace.given)

@@ -5,14 +5,9 @@ from typing import Any
 
 import torch
 
+from ..native import NATIVE
 from .cuda_source import driver_address
 from .launching import raw_stream
-
-try:
-    from ...kernels import _launch
-except ImportError:
-    # a source tree whose C++ was not compiled
-    _launch = None  # type: ignore[assignment]
 
 
 class Side:
@@ -26,12 +21,12 @@ class Side:
         self._current = torch.cuda.current_stream(device)
         # the same for C++
         self.beside: Any = None
-        if _launch is not None:
+        if NATIVE is not None:
             for event in (self._ready, self._done):
                 # PyTorch makes it now
                 event.record(self.stream)
             handles = self.stream.cuda_stream, self._ready.cuda_event, self._done.cuda_event
-            self.beside = _launch.Beside(
+            self.beside = NATIVE.Beside(
                 *handles, driver_address("cuEventRecord"), driver_address("cuStreamWaitEvent")
             )  # fmt: skip
 
