@@ -11,11 +11,11 @@ from torch import Tensor
 from ..optim import Optimizer
 from ..optim.base import ROUNDING_SEED
 from ..plan import ALIGNMENT, FROZEN, T_RULE, T_SLOT0
-from .backends import accumulation_dtype
+from .backends import Update, accumulation_dtype
 from .tables import Arena, zeros
 
 MOST_FORMS = 8
-"""Forms of lookups, such as lengths of sequences, whose programs are kept."""
+"""Forms of lookups, such as lengths of sequences, whose updates are kept."""
 
 
 class ordinary_tensors:
@@ -47,6 +47,7 @@ class GroupState:
         optimizers: one for each table.
         at_random: whether any table rounds stochastically.
         modes: for each table, whether its "rows" step once, once for "each" contribution, or "all" of them.
+        steps_rows: whether that is "rows" for all of them.
         rules: the distinct row rules among them.
         slots: all slots of all tables, flat, float32 (float64 for float64 tables).
         steps: int64 `[T]`: optimizer steps each table has made.
@@ -60,6 +61,7 @@ class GroupState:
         self.arena, self.optimizers, self._seeds = arena, list(optimizers), list(seeds)
         self.at_random = any(seeds)
         self.modes = [_mode(optimizer) for optimizer in optimizers]
+        self.steps_rows = set(self.modes) == {"rows"}
         self.rules = list(dict.fromkeys(optimizer.kernel_class() for optimizer in optimizers))
         self._descriptors = arena.descriptors.copy()
         self._places: list[dict[str, tuple[int, tuple[int, int]]]] = []
@@ -76,7 +78,7 @@ class GroupState:
         self._total = max(total, 1)
         self._masks: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
         self._by_mode: dict[tuple[bool, ...], dict[str, Tensor]] = {}
-        self._programs: list[tuple[Tensor, Tensor, list[Any]]] = []
+        self._updates: list[tuple[Tensor, tuple[bool, ...], Update]] = []
         self._start()
 
     def _start(self) -> None:
@@ -104,7 +106,7 @@ class GroupState:
         buffer = self.arena.buffer
         if self._followed() is buffer:
             return False
-        self._followed = weakref.ref(buffer)
+        self._followed, self._updates = weakref.ref(buffer), []
         device, dtype = buffer.device, accumulation_dtype(buffer.dtype)
         if self.slots.device == device and self.slots.dtype == dtype:
             return False
@@ -113,7 +115,7 @@ class GroupState:
         else:
             self.slots = self.slots.to(device, dtype)
             self.steps, self.hyper = self.steps.to(device), self.hyper.to(device)
-        self._masks, self._by_mode, self._programs = {}, {}, []
+        self._masks, self._by_mode = {}, {}
         return True
 
     def hyper_of(self, learning_rates: list[float]) -> list[tuple[float, ...]] | None:
@@ -140,7 +142,7 @@ class GroupState:
                 # in place: a captured CUDA graph keeps reading this tensor
                 self.hyper.copy_(fresh, non_blocking=True)
             else:
-                self.hyper = fresh.to(self.slots.device, non_blocking=True)
+                self.hyper, self._updates = fresh.to(self.slots.device, non_blocking=True), []
             self._learning_rates = list(learning_rates)
 
     def masked(self, learns: Sequence[bool]) -> tuple[Tensor, Tensor]:
@@ -162,15 +164,23 @@ class GroupState:
             }
         return self._by_mode[learns]
 
-    def programs(self, features: Tensor, tables: Tensor) -> list[Any]:
-        """What a backend keeps for updates of these features and tables; see `Update`."""
-        for known, of, programs in self._programs:
-            if known is features and of is tables:
-                return programs
+    def update_of(self, features: Tensor, learns: tuple[bool, ...]) -> Update:
+        """The update of lookups of these features in which all that learn step once a row, and nothing is scaled.
+
+        One object for all steps of one kind, with which a backend keeps what it prepared.
+        """
+        for known, of, update in self._updates:
+            if known is features and of == learns:
+                return update
+        tables, ones = self.masked(learns)
+        update = Update(
+            self.arena.buffer, features, tables, self.rules, self.slots, self.hyper, self.steps, counted=ones,
+            at_random=self.at_random, programs=[],
+        )  # fmt: skip
         # several lookups that are joined have features of their own
-        del self._programs[MOST_FORMS - 1 :]
-        self._programs.insert(0, (features, tables, []))
-        return self._programs[0][2]
+        self._updates[MOST_FORMS - 1 :] = []
+        self._updates.insert(0, (features, learns, update))
+        return update
 
 
 def _mode(optimizer: Optimizer) -> str:

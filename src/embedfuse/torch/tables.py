@@ -105,6 +105,7 @@ class Arena:
         self._steps = [(dim, 1) for _, dim in self.shapes]
         self._planned: dict[int, Any] = {}  # the places in C++, by the size of an element
         self._seen, self._holds_all = -1, False  # whether there were no other tables, when they changed last
+        self._counting: tuple[int, list[Tensor]] | None = None  # see `written`
 
     @property
     def is_cut(self) -> bool:
@@ -201,7 +202,10 @@ class Arena:
 
     def written(self) -> None:
         """Tells autograd that rows have changed, so that a backward that needs the old ones is refused."""
-        torch.autograd.graph.increment_version([self.buffer, *self.parameters])
+        if self._counting is None or self._counting[0] != self._tables._changes:
+            self._counting = self._tables._changes, _counted_apart([self.buffer, *self.parameters])
+        else:
+            torch.autograd.graph.increment_version(self._counting[1])
 
     def _views(self) -> list[Tensor]:
         return [
@@ -210,13 +214,25 @@ class Arena:
         ]
 
     def _point(self) -> None:
-        self._places = []
+        self._places, self._counting = [], None
         for name, table, view in zip(self.names, self.parameters, self._views(), strict=True):
             if table.is_inference() or not torch._has_compatible_shallow_copy_type(table, view):
                 # this one can never hold the rows, be it of inference mode or of the device "meta"
                 self._tables.put(name, nn.Parameter(view, requires_grad=table.requires_grad))
             else:
                 table.data = view
+
+
+def _counted_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Counts a change of all tensors; returns one for each of their counters, which views of one tensor share."""
+    apart: list[Tensor] = []
+    left = list(tensors)
+    while left:
+        apart.append(left[0])
+        before = [tensor._version for tensor in left]
+        torch.autograd.graph.increment_version(left[:1])
+        left = [tensor for tensor, version in zip(left, before, strict=True) if tensor._version == version]
+    return apart
 
 
 def named_tables(configs: Sequence[TableConfig]) -> list[str]:

@@ -121,9 +121,13 @@ def step(
         skip: scalar; if not 0, nothing changes, not even the step counters.
     """
     features, csr, scale, grad = join(records)
+    backend = select(grad.device, state.arena.buffer.dtype)
+    if state.steps_rows and grad_scale is None and skip is None:
+        backend.row_update(state.update_of(features, tuple(learns)), csr, scale, grad)
+        state.arena.written()
+        return
     described, ones = state.masked(learns)
     counted: Tensor | None = ones
-    backend = select(grad.device, state.arena.buffer.dtype)
     tables = state.by_mode(tuple(learns))
     if tables.keys() != {"rows"}:
         # passes of other kinds read the counters, too
@@ -147,7 +151,7 @@ def _update(
 ) -> Update:  # fmt: skip
     return Update(
         state.arena.buffer, features, tables, state.rules, state.slots, state.hyper, state.steps, grad_scale, skip,
-        counted, state.at_random, state.programs(features, tables),
+        counted, state.at_random,
     )  # fmt: skip
 
 
