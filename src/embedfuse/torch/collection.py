@@ -216,7 +216,8 @@ class EmbeddingCollection(nn.Module):
             )
         slot_number, launch = self._launch(number, *forms_of(parts))
         # an exported program outlives the collection
-        slot_number = 0 if (exporting := is_exporting()) else slot_number
+        exporting = torch.compiler.is_compiling() and is_exporting()
+        slot_number = 0 if exporting else slot_number
         policy = self.out_of_range if policy is None else policy
         if launch.has_defaults:
             ids, offsets, weights = prepared(launch.features, ids, offsets, weights, bags, policy, slot_number)
@@ -347,13 +348,8 @@ class EmbeddingCollection(nn.Module):
 
     def _settle(self) -> None:
         """Follows tables that moved by themselves: an assignment to `.data`, or `load_state_dict(assign=True)`."""
-        for group in self._groups:
-            if not group.arena.is_whole():
-                break
-        else:
-            if self.tables.is_own():
-                return
-        self._link()
+        if not (self.tables.is_own() and all(group.arena.is_whole() for group in self._groups)):
+            self._link()
 
     def _link(self) -> None:
         """Everything that follows the tables: their buffers, and descriptors on their device."""

@@ -75,7 +75,8 @@ def looped(function: Any) -> Any:
     return function
 
 
-@dataclass(frozen=True)
+# no tuple, which `torch.func` would take apart; not frozen, since that takes the host longer to make
+@dataclass(slots=True)
 class Layout:
     """How the tables of a lookup lie, and what it does; all that is no tensor."""
 

@@ -5,6 +5,7 @@ must be kept from call to call, and be changed through PyTorch (which counts ver
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -77,6 +78,8 @@ class TableFacts:
 T = TypeVar("T")
 _known: dict[tuple[Any, ...], tuple[StorageWeakRef, Any]] = {}
 _changing = threading.Lock()
+_noted: dict[tuple[int, Any], tuple[Any, int, Any]] = {}
+"""By the ids of descriptors: the descriptors, their versions, and the facts."""
 
 
 def feature_facts(features: Tensor) -> FeatureFacts:
@@ -101,6 +104,21 @@ def _key(tensor: Tensor, read: Callable[[Tensor], Any]) -> tuple[Any, ...]:
 
 
 def _facts(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
+    noted = _noted.get((id(tensor), read))
+    # the quick way for the very same object
+    if noted is not None and noted[0]() is tensor and noted[1] == tensor._version:
+        facts: T = noted[2]
+        return facts
+    facts = _looked_up(tensor, read)
+    if not tensor.is_inference():
+        with _changing:
+            for gone in [key for key, (reference, *_) in _noted.items() if reference() is None]:
+                del _noted[gone]
+            _noted[id(tensor), read] = weakref.ref(tensor), tensor._version, facts
+    return facts
+
+
+def _looked_up(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
     key = _key(tensor, read)
     entry = _known.get(key)
     if entry is None:

@@ -9,6 +9,7 @@ tests.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class TritonBackend:
         """See `Backend`. On a GPU, `policy="raise"` reports at a later call, see `device_errors.py`."""
         count = features.shape[0]
         out = table.new_empty((csr.bags, width))
-        scale = torch.empty(count * csr.bags if normalised else 0, dtype=torch.float32, device=table.device)
+        scale = table.new_empty(count * csr.bags, dtype=torch.float32) if normalised else _no_scale(table.device)
         if csr.bags == 0 or count == 0:
             return out, scale
         csr = _contiguous(csr)
@@ -297,6 +298,13 @@ class TritonBackend:
         if program is not None and programs is not None and program not in programs:
             programs.insert(0, program)
             del programs[PROGRAMS:]
+
+
+@cache
+def _no_scale(device: torch.device) -> Tensor:
+    # one for all: it can hold nothing, and making it costs the host as much as the launch of a kernel
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.float32, device=device)
 
 
 def _contiguous(csr: Csr) -> Csr:
