@@ -93,7 +93,12 @@ class Places {
     int64_t base[FIELDS], found[FIELDS];
     reader.read(origin.ptr(), base);
     for (size_t i = 0; i < starts_.size(); ++i) {
-      reader.read(PyList_GET_ITEM(matrices.ptr(), static_cast<Py_ssize_t>(i)), found);
+      try {
+        reader.read(PyList_GET_ITEM(matrices.ptr(), static_cast<Py_ssize_t>(i)), found);
+      } catch (const nb::python_error&) {
+        // a kind of tensor that lies nowhere
+        return false;
+      }
       const bool in_order = (found[2] < 2 || found[4] == widths_[i]) && (found[3] < 2 || found[5] == 1);
       if (found[0] != base[0] + starts_[i] || !in_order) return false;
     }

@@ -1,5 +1,6 @@
 """`FusedOptimizer`: a `torch.optim.Optimizer` over the tables of embedding collections."""
 
+import contextlib
 import copy
 import operator
 import weakref
@@ -14,11 +15,12 @@ from . import update
 from .learning_rates import LearningRates
 from .ledger import Record, learning
 from .pending import PendingGradient
-from .state import GroupState, ordinary_tensors
+from .state import GroupState, are_ordinary, ordinary_tensors
 from .step_hooks import with_hooks
 from .stepped_tables import collections_of, names_of, optimizer_of, seed_of
 
 _GRAD = operator.attrgetter("grad")
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class _Work(NamedTuple):
@@ -138,14 +140,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check(waiting)
         rates = self._rates.now(self.param_groups)
         grad_scale, skip = self._scaling(waiting)
-        work = [
-            ready
-            for number, group, records in self._by_group()
-            if (ready := self._work(number, group, records, rates)) is not None
-        ]
+        every = [self._work(*one, rates) for one in self._by_group()]
         # up to here nothing has changed, should anything have been refused
-        for one in work:
-            _run(one, grad_scale, skip)
+        for work in every:
+            if work is not None:
+                _run(work, grad_scale, skip)
         self._drop()
 
     def _work(self, number: int, group: int, records: list[Record], rates: list[float]) -> _Work | None:
@@ -159,7 +158,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _on_backward(self, number: int) -> Callable[[Record], None]:
         # the optimizer lives as long as the tables: nobody else can give them their gradient
         def apply(record: Record) -> None:
-            with ordinary_tensors():
+            with _AS_IT_IS if are_ordinary() else ordinary_tensors():
                 self._settle()
                 work = self._work(number, record.group, [record], self._rates.now(self.param_groups))
                 if work is not None:
@@ -180,13 +179,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Follows tables that were moved, converted or replaced."""
-        stays = True
+        moved = False
         for collection, states, changes in zip(self._collections, self._states, self._changes, strict=True):
             collection._settle()
             for state in states:
-                stays &= not state.follow()
-            stays &= changes == collection.tables._changes
-        if not stays:
+                moved |= state.follow()
+            moved |= changes != collection.tables._changes
+        if moved:
             self._fill_state()
 
     def _check(self, waiting: list[Record]) -> None:
@@ -393,7 +392,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def _run(work: _Work, grad_scale: Tensor | None, skip: Tensor | None) -> None:
-    device = work.state.slots.device
-    grad_scale, skip = (None if number is None else number.to(device) for number in (grad_scale, skip))
-    work.state.set_hyper(work.rates, work.hyper)
+    grad_scale = None if grad_scale is None else grad_scale.to(work.state.slots.device)
+    skip = None if skip is None else skip.to(work.state.slots.device)
+    if work.hyper is not None:
+        work.state.set_hyper(work.rates, work.hyper)
     update.step(work.state, work.records, work.learns, grad_scale, skip)

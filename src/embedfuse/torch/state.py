@@ -40,6 +40,11 @@ class ordinary_tensors:
             self._outside.__exit__(*error)
 
 
+def are_ordinary() -> bool:
+    """Whether tensors that are made now are such, as nearly always in a backward."""
+    return not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+
+
 class GroupState:
     """State of the tables of one arena.
 
@@ -131,19 +136,18 @@ class GroupState:
             for optimizer, rate, seed in zip(self.optimizers, learning_rates, self._seeds, strict=True)
         ]
 
-    def set_hyper(self, learning_rates: list[float], rows: list[tuple[float, ...]] | None) -> None:
+    def set_hyper(self, learning_rates: list[float], rows: list[tuple[float, ...]]) -> None:
         """Brings hyper-parameters up to date with what `hyper_of` gave for these learning rates."""
-        if rows is not None:
-            fresh = torch.tensor(rows, dtype=torch.float64)
-            if self.slots.is_cuda:
-                # page-locked, so that the copy does not wait for the device
-                fresh = fresh.pin_memory()
-            if self.hyper.shape == fresh.shape:
-                # in place: a captured CUDA graph keeps reading this tensor
-                self.hyper.copy_(fresh, non_blocking=True)
-            else:
-                self.hyper, self._updates = fresh.to(self.slots.device, non_blocking=True), []
-            self._learning_rates = list(learning_rates)
+        fresh = torch.tensor(rows, dtype=torch.float64)
+        if self.slots.is_cuda:
+            # page-locked, so that the copy does not wait for the device
+            fresh = fresh.pin_memory()
+        if self.hyper.shape == fresh.shape:
+            # in place: a captured CUDA graph keeps reading this tensor
+            self.hyper.copy_(fresh, non_blocking=True)
+        else:
+            self.hyper, self._updates = fresh.to(self.slots.device, non_blocking=True), []
+        self._learning_rates = list(learning_rates)
 
     def masked(self, learns: Sequence[bool]) -> tuple[Tensor, Tensor]:
         """Table descriptors with FROZEN for tables that do not learn, and int64 `[T]` ones for those that do."""

@@ -101,9 +101,9 @@ class Arena:
         self.starts = [int(start) for start in plan.tables[:, T_OFFSET]]
         self._tables = tables
         self.buffer = torch.empty(0)
-        self._places: list[int] = []  # data pointers of the tables if they lie in the buffer
+        self._places: list[int] = []  # data pointers of the tables if they lie in the buffer; none if that is "meta"
         self._steps = [(dim, 1) for _, dim in self.shapes]
-        self._planned: dict[int, Any] = {}  # the places in C++, by the size of an element
+        self._planned: Any = None  # the same for C++, which is quicker
         self._seen, self._holds_all = -1, False  # whether there were no other tables, when they changed last
         self._counting: tuple[int, list[Tensor]] | None = None  # see `written`
 
@@ -173,21 +173,14 @@ class Arena:
 
     def is_whole(self) -> bool:
         """Whether every table still lies where the descriptors say."""
-        if self.buffer.is_meta:
-            return all(table.is_meta for table in self.parameters)
-        if EXCHANGE is not None and NATIVE is not None:
-            # asked in every step, of hundreds of tables
-            size = self.buffer.element_size()
-            if size not in self._planned:
-                self._planned[size] = NATIVE.Places(
-                    [start * size for start in self.starts], [d for _, d in self.shapes]
-                )
-            held: bool = self._planned[size].hold(self.parameters, self.buffer)
+        if not self._places:
+            if self.buffer.is_meta:
+                return all(table.is_meta for table in self.parameters)
+            self._plan_places()
+        # asked in every step, of hundreds of tables
+        if self._planned is not None:
+            held: bool = self._planned.hold(self.parameters, self.buffer)
             return held
-        origin = self.buffer.data_ptr()
-        if not self._places or self._places[0] != origin:
-            step = self.buffer.element_size()
-            self._places = [origin + start * step for start in self.starts]
         tables = self.parameters
         if list(map(Tensor.data_ptr, tables)) != self._places:
             return False
@@ -213,8 +206,14 @@ class Arena:
             for start, (rows, dim) in zip(self.starts, self.shapes, strict=True)
         ]
 
+    def _plan_places(self) -> None:
+        origin, step = self.buffer.data_ptr(), self.buffer.element_size()
+        self._places = [origin + start * step for start in self.starts]
+        if EXCHANGE is not None and NATIVE is not None:
+            self._planned = NATIVE.Places([start * step for start in self.starts], [dim for _, dim in self.shapes])
+
     def _point(self) -> None:
-        self._places, self._counting = [], None
+        self._places, self._planned, self._counting = [], None, None
         for name, table, view in zip(self.names, self.parameters, self._views(), strict=True):
             if table.is_inference() or not torch._has_compatible_shallow_copy_type(table, view):
                 # this one can never hold the rows, be it of inference mode or of the device "meta"
