@@ -22,7 +22,6 @@ from embedfuse.torch.backends.program import Trace, write_down
 from embedfuse.torch.backends.summed_runs import STEP_ROWS, STORE_SUMS, Target
 
 STREAM, OTHER, READY, DONE = 70, 71, 72, 73
-CPU = torch.device("cpu")
 FUNCTIONS = itertools.count(1000)
 
 
@@ -34,6 +33,12 @@ class Driver(LaunchDriver):
         self.noted: list[Any] = []
         self.counts: dict[int, int] = {}
         self.answers: dict[int, int] = {}
+        self.memory: list[int] = []  # sizes that were taken, and 0 where one was given back
+
+    def taken(self, size: int, stream: int) -> int:
+        assert stream == STREAM and sum(1 if found else -1 for found in self.memory) == 0
+        self.memory.append(size)
+        return 0
 
     def _note(self, asked: Asked) -> int:
         count = self.counts.get(asked.function, 0)
@@ -111,6 +116,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         return memory[: size[0]] if options.get("dtype") is torch.uint8 else real(*size, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(program, "allocate", lambda size, stream: memory[:size].data_ptr() + made.taken(size, stream))
+    monkeypatch.setattr(program, "release", lambda address: made.memory.append(0))
     return made
 
 
@@ -144,7 +151,7 @@ def test_what_is_made_and_asked_of_numbers(driver: Driver) -> None:
         issue(given, issuing.Now(torch.zeros(1)))
         wanted, start, calls = driver.since(start), len(driver.noted), first.python + second.python
         if not any(one(given) is not False for one in programs):
-            programs.append(write_down(given, CPU, 0, issue))
+            programs.append(write_down(given, 0, issue))
             assert programs[-1](given) is (True if wanted else None)
         assert driver.since(start) == wanted
         native += first.python + second.python == calls
@@ -161,7 +168,7 @@ def test_a_call_that_its_kernel_was_not_compiled_for(driver: Driver) -> None:
             to(launcher, (given.m,), (given.address,), (given.n,))
 
     issue(Numbers(5, 2, 64, None), issuing.Now(torch.zeros(1)))
-    made = write_down(Numbers(5, 2, 64, None), CPU, 0, issue)
+    made = write_down(Numbers(5, 2, 64, None), 0, issue)
     assert made is not None
     other.python = one.python = 0
     driver.noted.clear()
@@ -186,7 +193,7 @@ def test_a_thread_without_a_context_and_launches_that_fail(driver: Driver) -> No
 
     given = Numbers(5, 2, 64, None)
     issue(given, issuing.Now(torch.zeros(1)))
-    made = write_down(given, CPU, 0, issue)
+    made = write_down(given, 0, issue)
     assert made is not None
     driver.answers[one.function] = 201
     with pytest.raises(AssertionError):
@@ -196,6 +203,8 @@ def test_a_thread_without_a_context_and_launches_that_fail(driver: Driver) -> No
         driver.answers = {which: failed}
         with pytest.raises(RuntimeError, match=f"error {failed} of CUDA's driver"):
             made(given)
+    # memory is given back, whatever happens
+    assert driver.memory[1::2] == [0] * (len(driver.memory) // 2) and driver.memory[-1] == 0
     driver.answers = {}
     assert made(given)
     assert driver.noted[-1] == (5, (5, 1, 1, 32, 1, 1, 0), STREAM, (), True)
@@ -217,7 +226,7 @@ def test_what_only_python_can_do(driver: Driver) -> None:
     for n, answer in ((50, True), (200, None)):
         given = Numbers(n, 1, 64, None)
         issue(given, issuing.Now(torch.zeros(1)))
-        made = write_down(given, CPU, 0, issue)
+        made = write_down(given, 0, issue)
         assert made is not None
         before = len(driver.noted)
         assert [made(given._replace(n=m)) for m in (90, 150)] == [
@@ -226,7 +235,7 @@ def test_what_only_python_can_do(driver: Driver) -> None:
         assert len(driver.noted) == before + (answer is True)
     # a launcher that only Triton can launch
     one.known = None
-    made = write_down(Numbers(50, 1, 64, None), CPU, 0, issue)
+    made = write_down(Numbers(50, 1, 64, None), 0, issue)
     assert made is not None and made(Numbers(50, 1, 64, None)) is None
 
 
@@ -426,7 +435,7 @@ def test_watched_launches_are_pythons(driver: Driver, sorts: None, monkeypatch: 
 
 
 def test_traced_numbers_are_no_numbers_elsewhere() -> None:
-    trace = Trace([5], CPU, 0)
+    trace = Trace([5], 0)
     for use in (hash, range, int, lambda number: [1, 2, 3][number], lambda number: {number: 1}):
         with pytest.raises(TypeError):
             use(trace.given[0])  # type: ignore[operator]

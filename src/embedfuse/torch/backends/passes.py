@@ -95,7 +95,7 @@ class Passes:
         self._issue(batch, Now(batch.grad))
         if left_to_python:
             return None
-        written = write_down(batch, batch.grad.device, index, self._issue, self._ask)
+        written = write_down(batch, index, self._issue, self._ask)
         if written is not None:
             if len(self.programs) >= PROGRAMS:
                 self.programs.clear()

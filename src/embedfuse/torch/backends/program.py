@@ -19,6 +19,10 @@ from .side_stream import side_of
 
 _NONE: Any = None if NATIVE is None else NATIVE.Beside(0, 0, 0, 0, 0)
 
+# PyTorch's allocator itself: to make a tensor takes the host twice as long
+allocate: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
+release: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
+
 GIVEN, CONSTANT, SUM, PRODUCT, QUOTIENT = range(5)
 LESS, EQUAL = range(2)
 
@@ -90,19 +94,18 @@ class Trace:
 
     Args:
         given: tensors and numbers of the batch at hand; None where no batch has one.
-        where: their device.
-        index: its number.
+        index: number of their device.
     """
 
     has_streams = True
 
-    def __init__(self, given: Sequence[Any], where: torch.device, index: int) -> None:
-        self.device, self._where = index, where
+    def __init__(self, given: Sequence[Any], index: int) -> None:
+        self.device = index
         self._values: list[tuple[int, int, int]] = []
         self._constants: dict[int, Traced] = {}
         self._guards: list[tuple[int, int, int, bool]] = []
         self._steps: list[tuple[Any, ...] | bool] = []
-        self.NATIVEers: dict[int, Launcher] = {}  # by the numbers of their steps
+        self._launchers: dict[int, Launcher] = {}  # by the numbers of their steps
         self._kept: list[Tensor] = []
         self._count = len(given)
         self.given = [self._thing(number, thing) for number, thing in enumerate(given)]
@@ -153,7 +156,7 @@ class Trace:
         # not there before its first call, or if only Triton can launch it
         if launcher.known is None or len(grid) != 1:
             raise NotTraced
-        self.NATIVEers[len(self._steps)] = launcher
+        self._launchers[len(self._steps)] = launcher
         self._steps.append((launcher.known, self._constant(grid[0]).place, self._places(*pointers, *numbers), aside))
 
     def own(self, function: int, blocks: Any, threads: int, arguments: tuple[Any, ...], together: bool = False) -> int:
@@ -201,23 +204,17 @@ class Trace:
         """What was written down; if not `whole`, only which batches it is of."""
         steps = self._steps if whole else []
         native = NATIVE.Program(self._count, self._values, self._guards, self._size.place, steps)
-        return Program(native, steps, self.NATIVEers, self._where, self.device, self._kept)
+        return Program(native, steps, self._launchers, self.device, self._kept)
 
 
 class Program:
     """What `Trace` wrote down."""
 
     def __init__(
-        self,
-        native: Any,
-        steps: list[Any],
-        launchers: dict[int, Launcher],
-        device: torch.device,
-        index: int,
-        kept: list[Tensor],
+        self, native: Any, steps: list[Any], launchers: dict[int, Launcher], index: int, kept: list[Tensor]
     ) -> None:
-        self._native, self._length, self.NATIVEers = native, len(steps), launchers
-        self._device, self._index, self._kept = device, index, kept
+        self._native, self._length, self._launchers = native, len(steps), launchers
+        self._index, self._kept = index, kept
         self._forks = True in steps
         self._aside = {number for number in launchers if steps and steps[number][-1]}
 
@@ -235,33 +232,35 @@ class Program:
             return False
         if length == 0:
             return None
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        address, stream = memory.data_ptr(), raw_stream(index)
         side = side_of(index) if self._forks else None
         beside = _NONE if side is None else side.beside
-        done = native.run(given, address, index, stream, beside, 0)
-        while done < length:
-            # it was not compiled for such a call yet
-            own = side.stream if side is not None and done in self._aside else None
-            grid, pointers, numbers = native.arguments(given, address, done)
-            self.NATIVEers[done](grid, pointers, numbers, index, own)
-            done = native.run(given, address, index, stream, beside, done + 1)
+        stream = raw_stream(index)
+        address = allocate(size, stream)
+        try:
+            done = native.run(given, address, index, stream, beside, 0)
+            while done < length:
+                # it was not compiled for such a call yet
+                own = side.stream if side is not None and done in self._aside else None
+                grid, pointers, numbers = native.arguments(given, address, done)
+                self._launchers[done](grid, pointers, numbers, index, own)
+                done = native.run(given, address, index, stream, beside, done + 1)
+        finally:
+            release(address)
         return True
 
 
-def write_down(given: Any, where: torch.device, index: int, issue: Any, ask: Any = None) -> Program | None:
+def write_down(given: Any, index: int, issue: Any, ask: Any = None) -> Program | None:
     """What `issue(given, to)` launches on a device, `given` being a named tuple; None if there can be no programs.
 
     Args:
         given: tensors and numbers of the batch at hand.
-        where: the device.
-        index: its number.
+        index: number of the device.
         issue: issues the launches.
         ask: asks of `given` whatever else decides about them, beside its tensors' types and dimensions.
     """
-    if NATIVE is None:
+    if NATIVE is None or allocate is None:
         return None
-    trace = Trace(given, where, index)
+    trace = Trace(given, index)
     traced = type(given)(*trace.given)
     if ask is not None:
         ask(traced)
