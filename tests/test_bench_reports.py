@@ -156,8 +156,8 @@ def test_labels_along_x_do_not_overlap() -> None:
 def test_a_report_of_a_gpu_is_shown(made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = copy.deepcopy(made)
     own["machine"] |= {"device": "cuda", "cuda": "13.0", "driver": "1"}
-    own["smallest graph ms"] = 0.01
     for case in own["cases"]:
+        case["smallest graph ms"] = 1e9
         case["providers"]["fbgemm"] = copy.deepcopy(case["providers"]["torch"])
         case["providers"]["fbgemm-v2"] = copy.deepcopy(case["providers"]["torch"])
         for number, entry in enumerate(case["providers"].values()):
@@ -165,12 +165,13 @@ def test_a_report_of_a_gpu_is_shown(made: dict[str, Any], tmp_path: Path, capsys
             entry["phases"] = phases
             for phase in phases.values():
                 extra = {"launches": 7, "copies": 0, "peak bytes": 1e6, "kernels ms": 0.5}
-                phase |= extra | ({"device": phase["wall"], "device, cold cache": phase["wall"]} if number else {})
+                graphs = ("device", "device, cold cache", "graph, wall")
+                phase |= extra | (dict.fromkeys(graphs, phase["wall"]) | {"host": phase["wall"]} if number else {})
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps(own))
     assert cli.main(["bench", "--from", str(path), "--picture", str(tmp_path / "gpu.png")]) == 0
     shown = capsys.readouterr().out
-    for text in ("launches", "~0.5", "better of both", "cold"):
+    for text in ("launches", "~0.5", "better of both", "cold", "as a graph of one kernel"):
         assert text in shown
     assert (tmp_path / "gpu.png").exists()
     roofline.draw({**own, "cases": []}, tmp_path / "empty.png")

@@ -75,8 +75,8 @@ def warning(report: Report) -> str | None:
 
 def findings(report: Report) -> Iterator[str]:
     """Captured steps against the smallest graph, and what checking ids costs."""
-    smallest = report.get("smallest graph ms")
     for case in report["cases"]:
+        smallest = case.get("smallest graph ms", report.get("smallest graph ms"))
         for provider in case["providers"]:
             captured, host = (time_of(case, provider, "train", clock) for clock in ("graph, wall", "host"))
             if smallest and captured and host and captured < SMALL_STEP * smallest:

@@ -21,8 +21,6 @@ from .providers import LIBRARY_ERRORS, Phase
 WARM_UP = 3
 LEAD = 400_000
 """Cycles of waiting, about 0.2 ms, in which the host gets ahead of the device: launching is not the device's time."""
-SMALLEST = 50
-"""How often the smallest graph is replayed."""
 MARKER = "spin_kernel"
 """What `torch.cuda._sleep` launches."""
 CUDA: Any = torch._C._autograd.DeviceType.CUDA
@@ -145,19 +143,13 @@ def _cold(job: Job, number: int, flush: Flusher) -> None:
         job.keep("device, cold cache", _replayed(job.graphs[number % len(job.graphs)]))
 
 
-def smallest_graph(device: torch.device) -> float:
-    """Milliseconds from asking for a CUDA graph of one kernel until it is done, by the clock of all other graphs.
-
-    Less no captured step can take.
-    """
+def smallest_graph(device: torch.device) -> Job:
+    """A CUDA graph of one kernel, which takes turns with all other jobs: in less no captured step can be done."""
     one = torch.zeros(1, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         one.zero_()
-    job = Job("", "", Phase(lambda batch, prepared: None), [None], True, graphs=[graph])
-    for number in range(SMALLEST):
-        _warm(job, number)
-    return statistics.median(job.samples["graph, wall"])
+    return Job("", "", Phase(lambda batch, prepared: one.zero_()), [None], True, graphs=[graph], held=[one])
 
 
 class Refusals:
