@@ -15,7 +15,7 @@ from triton_cases import gradient, make, put, small_update, state_of
 from embedfuse.kernels import _launch
 from embedfuse.optim import SGD, Adagrad
 from embedfuse.torch import native
-from embedfuse.torch.backends import issuing, launching, passes, program, radix_sort, sorted_runs, summed_runs
+from embedfuse.torch.backends import Csr, issuing, launching, passes, program, radix_sort, sorted_runs, summed_runs
 from embedfuse.torch.backends.descriptor_facts import feature_facts, table_facts
 from embedfuse.torch.backends.passes import Batch
 from embedfuse.torch.backends.program import Trace, write_down
@@ -259,6 +259,20 @@ def test_programs_that_cannot_be(driver: Driver) -> None:
         _launch.Program(1, good, [], 0, [(kernels, 1, (0,), False)])
     with pytest.raises(ValueError, match="64 arguments"):
         _launch.Program(1, good, [], 0, [(7, 1, (0,) * 65, 1, 32, True)])
+    for values, guards, steps in (
+        ([()], [], []), ([(0, 0)], [], []), (good, [(0, 0)], []), (good, [], [()]), (good, [], [(7, 1, (0,))]),
+        (good, [], [(7, 1, (0,), 1, 32)]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="a tuple of more items"):
+            _launch.Program(1, values, guards, 0, steps)
+    for values, guards, steps, said in (
+        ([(-1, 0, 0)], [], [], "follows from nothing"), (good, [(2, 0, 0, True)], [], "nobody asks"),
+        (good, [], [(None, 1, (0,), False)], "no kernel"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            _launch.Program(1, values, guards, 0, steps)
+    least = _launch.Program(1, [(0, 0, 0), (1, -1, 0), (4, 0, 1), (3, 0, 0)], [], 2, [])
+    assert least.bytes((-(2**63),)) == -(2**63) and least.bytes((7,)) == -7
     with pytest.raises(ValueError, match="division by 0"):
         _launch.Program(1, [(0, 0, 0), (4, 0, 0)], [], 1, []).bytes((0,))
 
@@ -385,6 +399,28 @@ def test_programs_are_of_one_kind_of_batch(driver: Driver, sorts: None) -> None:
             assert (made._native.bytes(batch) >= 0) == (key == kind)
 
 
+def test_one_id_is_contiguous_and_two_of_the_same_stride_are_not(driver: Driver, sorts: None) -> None:
+    case = make(shapes=[(90, 8)], features=[(0, "sum")], bags=1, weighted=False)
+    features, grad, scale = put(case.features), gradient(case), torch.empty(0)
+    update, _ = state_of(case, [SGD(0.1)])
+    target = Target(STEP_ROWS, update.table, table_facts(update.tables).starts, update)
+
+    def batch_of(ids: torch.Tensor) -> tuple[Any, Batch]:
+        csr = Csr(ids, torch.tensor([0, len(ids)]), None, 1)
+        found = passes.passes_of(
+            target, table_facts(update.tables), small_update(8), features, csr, scale, grad, None, None
+        )
+        return found, Batch.of(target, features, update.tables, csr, scale, grad, None, None)
+
+    found, one = batch_of(torch.arange(2)[::2])
+    assert one.ids.stride() == (2,) and one.ids.is_contiguous()
+    found(one)
+    made = found(one)
+    assert made is not None and made._native.bytes(one) >= 0
+    for ids in (torch.arange(4)[::2], torch.arange(6)[::2]):
+        assert made._native.bytes(batch_of(ids)[1]) == -1
+
+
 def test_without_an_exchange_programs_see_the_same(driver: Driver) -> None:
     """Of tensors of any type, PyTorch's exchange and Python's own reading."""
     tensors = [
@@ -406,6 +442,8 @@ def test_without_an_exchange_programs_see_the_same(driver: Driver) -> None:
         _launch.learn_tensors(exchange, torch.Tensor, native.fields_of)
         assert _launch.fields(tensor) == slowly == native.fields_of(tensor)
     assert _launch.fields(None) == (0,) * 6 and _launch.fields(7) == (7, 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="a type"):
+        _launch.learn_tensors(None, 5, native.fields_of)
     for thing in ("7", [tensors[0]], object()):
         with pytest.raises(ValueError, match="no tensor"):
             _launch.fields(thing)

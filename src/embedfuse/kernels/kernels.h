@@ -94,7 +94,9 @@ inline int64_t address(PyObject* object) { return object == Py_None ? 0 : number
 
 inline size_t size(const nb::tuple& items) { return static_cast<size_t>(PyTuple_GET_SIZE(items.ptr())); }
 
+// One of the items of a tuple, which must have it.
 inline PyObject* item(const nb::tuple& items, size_t place) {
+  if (place >= size(items)) throw std::invalid_argument("a tuple of more items");
   return PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(place));
 }
 

@@ -23,14 +23,16 @@ class Program {
       const Value value{static_cast<Made>(number(item(made, 0))), number(item(made, 1)), number(item(made, 2))};
       const auto before = static_cast<int64_t>(values_.size());
       const bool of_two = value.made != Made::GIVEN && value.made != Made::CONSTANT;
-      if (value.made > Made::QUOTIENT || (value.made == Made::GIVEN && (value.left < 0 || value.left > int64_t(FIELDS * given))) ||
+      if (value.made < Made::GIVEN || value.made > Made::QUOTIENT || (value.made == Made::GIVEN && (value.left < 0 || value.left > int64_t(FIELDS * given))) ||
           (of_two && (value.left < 0 || value.right < 0 || value.left >= before || value.right >= before)))
         throw std::invalid_argument("a value that follows from nothing");
       values_.push_back(value);
     }
     for (const nb::handle& one : guards) {
       const auto asked = nb::cast<nb::tuple>(one);
-      guards_.push_back({static_cast<Asked>(number(item(asked, 0))), place(number(item(asked, 1))),
+      const int64_t what = number(item(asked, 0));
+      if (what != 0 && what != 1) throw std::invalid_argument("a question that nobody asks");
+      guards_.push_back({static_cast<Asked>(what), place(number(item(asked, 1))),
                          place(number(item(asked, 2))), number(item(asked, 3)) != 0});
     }
     place(static_cast<int64_t>(size));
@@ -114,13 +116,14 @@ class Program {
       step.forks = nb::cast<bool>(one), step.joins = !step.forks;
     } else {
       const auto said = nb::cast<nb::tuple>(one);
-      const nb::handle kernel = said[0];
-      const auto arguments = nb::cast<nb::tuple>(said[2]);
+      const nb::handle kernel = item(said, 0);
+      const auto arguments = nb::cast<nb::tuple>(nb::handle(item(said, 2)));
       step.grid = place(number(item(said, 1)));
       for (size_t i = 0; i < ::size(arguments); ++i) step.arguments.push_back(place(number(item(arguments, i))));
       if (::size(said) == 4) {
         step.held = nb::borrow(kernel);
         step.kernels = nb::cast<const Kernels*>(kernel);
+        if (!step.kernels) throw std::invalid_argument("a launch of no kernel");
         step.aside = number(item(said, 3)) != 0;
         if (step.arguments.size() != step.kernels->pointers() + step.kernels->numbers())
           throw std::invalid_argument("as many pointers and numbers as the kernel has");
@@ -146,17 +149,21 @@ class Program {
       switch (value.made) {
         case Made::GIVEN: values[i] = fields[left]; break;
         case Made::CONSTANT: values[i] = value.left; break;
-        case Made::SUM: values[i] = values[left] + values[right]; break;
-        case Made::PRODUCT: values[i] = values[left] * values[right]; break;
+        case Made::SUM: values[i] = wrapped(values[left]) + wrapped(values[right]); break;
+        case Made::PRODUCT: values[i] = wrapped(values[left]) * wrapped(values[right]); break;
         case Made::QUOTIENT: values[i] = rounded_down(values[left], values[right]); break;
       }
     }
     return values;
   }
 
+  // What is too large is wrong, but nothing worse.
+  static uint64_t wrapped(int64_t value) { return static_cast<uint64_t>(value); }
+
   // As Python divides.
   static int64_t rounded_down(int64_t left, int64_t right) {
     if (right == 0) throw std::domain_error("a division by 0");
+    if (right == -1) return static_cast<int64_t>(-wrapped(left));
     const int64_t quotient = left / right;
     return left % right != 0 && (left < 0) != (right < 0) ? quotient - 1 : quotient;
   }

@@ -39,6 +39,7 @@ class Reader {
  public:
   // `exchange`: PyTorch's capsule, or None where it has none; then `slowly` gives a tensor's fields.
   void learn(const nb::object& exchange, const nb::object& type, const nb::object& slowly) {
+    if (!PyType_Check(type.ptr())) throw std::invalid_argument("a type");
     type_ = type, slowly_ = slowly, read_ = nullptr;
     if (exchange.is_none()) return;
     const auto* found = static_cast<const Exchange*>(PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api"));

@@ -179,9 +179,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Follows tables that were moved, converted or replaced."""
+        # all before any is followed, since one may be refused
+        for collection in self._collections:
+            collection._settle()
         moved = False
         for collection, states, changes in zip(self._collections, self._states, self._changes, strict=True):
-            collection._settle()
             for state in states:
                 moved |= state.follow()
             moved |= changes != collection.tables._changes

@@ -84,7 +84,12 @@ class GroupState:
         self._masks: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
         self._by_mode: dict[tuple[bool, ...], dict[str, Tensor]] = {}
         self._updates: list[tuple[Tensor, tuple[bool, ...], Update]] = []
+        arena.followers.add(self)
         self._start()
+
+    def forget(self) -> None:
+        """Drops what holds the arena's buffer, which is about to be replaced: it may be most of a device."""
+        self._updates = []
 
     def _start(self) -> None:
         buffer = self.arena.buffer

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import operator
+import weakref
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from typing import Any, cast
 
@@ -101,11 +102,11 @@ class Arena:
         self.starts = [int(start) for start in plan.tables[:, T_OFFSET]]
         self._tables = tables
         self.buffer = torch.empty(0)
-        self._places: list[int] = []  # data pointers of the tables if they lie in the buffer; none if that is "meta"
+        self._places: list[int] = []  # bytes of the buffer where the tables begin; none if it is "meta"
         self._steps = [(dim, 1) for _, dim in self.shapes]
         self._planned: Any = None  # the same for C++, which is quicker
         self._seen, self._holds_all = -1, False  # whether there were no other tables, when they changed last
-        self._counting: tuple[int, list[Tensor]] | None = None  # see `written`
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # who is to `forget` a buffer that is replaced
 
     @property
     def is_cut(self) -> bool:
@@ -181,8 +182,8 @@ class Arena:
         if self._planned is not None:
             held: bool = self._planned.hold(self.parameters, self.buffer)
             return held
-        tables = self.parameters
-        if list(map(Tensor.data_ptr, tables)) != self._places:
+        tables, origin = self.parameters, self.buffer.data_ptr()
+        if list(map(Tensor.data_ptr, tables)) != [origin + start for start in self._places]:
             return False
         # a transposed view of the same memory holds other rows
         return list(map(Tensor.stride, tables)) == self._steps
@@ -195,10 +196,8 @@ class Arena:
 
     def written(self) -> None:
         """Tells autograd that rows have changed, so that a backward that needs the old ones is refused."""
-        if self._counting is None or self._counting[0] != self._tables._changes:
-            self._counting = self._tables._changes, _counted_apart([self.buffer, *self.parameters])
-        else:
-            torch.autograd.graph.increment_version(self._counting[1])
+        # nearly always all have one counter, but who swaps tensors can give a table its own
+        torch.autograd.graph.increment_version([self.buffer, *self.parameters])
 
     def _views(self) -> list[Tensor]:
         return [
@@ -207,31 +206,21 @@ class Arena:
         ]
 
     def _plan_places(self) -> None:
-        origin, step = self.buffer.data_ptr(), self.buffer.element_size()
-        self._places = [origin + start * step for start in self.starts]
+        step = self.buffer.element_size()
+        self._places = [start * step for start in self.starts]
         if EXCHANGE is not None and NATIVE is not None:
-            self._planned = NATIVE.Places([start * step for start in self.starts], [dim for _, dim in self.shapes])
+            self._planned = NATIVE.Places(self._places, [dim for _, dim in self.shapes])
 
     def _point(self) -> None:
-        self._places, self._planned, self._counting = [], None, None
+        self._places, self._planned = [], None
+        for follower in self.followers:
+            follower.forget()
         for name, table, view in zip(self.names, self.parameters, self._views(), strict=True):
             if table.is_inference() or not torch._has_compatible_shallow_copy_type(table, view):
                 # this one can never hold the rows, be it of inference mode or of the device "meta"
                 self._tables.put(name, nn.Parameter(view, requires_grad=table.requires_grad))
             else:
                 table.data = view
-
-
-def _counted_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Counts a change of all tensors; returns one for each of their counters, which views of one tensor share."""
-    apart: list[Tensor] = []
-    left = list(tensors)
-    while left:
-        apart.append(left[0])
-        before = [tensor._version for tensor in left]
-        torch.autograd.graph.increment_version(left[:1])
-        left = [tensor for tensor, version in zip(left, before, strict=True) if tensor._version == version]
-    return apart
 
 
 def named_tables(configs: Sequence[TableConfig]) -> list[str]:

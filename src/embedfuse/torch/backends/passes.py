@@ -122,7 +122,9 @@ class Passes:
         """Asks a traced batch for all that makes its kind, beside types."""
         for tensor in (batch.ids, batch.offsets, batch.weights, batch.scale):
             if tensor is not None:
-                bool(tensor.stride()[0] == 1)
+                if not tensor.stride()[0] == 1:
+                    # one element is contiguous whatever the stride, but of it alone
+                    bool(tensor.shape[0] > 1)
         number, (rows, columns), (row, column) = batch.ids.shape[0], batch.grad.shape, batch.grad.stride()
         bool(number > 0), bool(batch.bags > 0), bool(number > INT32 // 2)
         bool(batch.scale.shape[0] == 0), bool(last_element(rows, columns, row, column) > INT32)
