@@ -15,11 +15,22 @@ from triton_cases import gradient, make, put, small_update, state_of
 from embedfuse.kernels import _launch
 from embedfuse.optim import SGD, Adagrad
 from embedfuse.torch import native
-from embedfuse.torch.backends import Csr, issuing, launching, passes, program, radix_sort, sorted_runs, summed_runs
+from embedfuse.torch.backends import (
+    Csr,
+    issuing,
+    launching,
+    passes,
+    program,
+    radix_sort,
+    sorted_runs,
+    summed_runs,
+    triton,
+)
 from embedfuse.torch.backends.descriptor_facts import feature_facts, table_facts
 from embedfuse.torch.backends.passes import Batch
 from embedfuse.torch.backends.program import Trace, write_down
 from embedfuse.torch.backends.summed_runs import STEP_ROWS, STORE_SUMS, Target
+from embedfuse.torch.backends.triton import TritonBackend
 
 STREAM, OTHER, READY, DONE = 70, 71, 72, 73
 FUNCTIONS = itertools.count(1000)
@@ -447,6 +458,33 @@ def test_without_an_exchange_programs_see_the_same(driver: Driver) -> None:
     for thing in ("7", [tensors[0]], object()):
         with pytest.raises(ValueError, match="no tensor"):
             _launch.fields(thing)
+
+
+def test_an_update_like_one_before_is_one_call(driver: Driver, sorts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(shapes=[(900, 8)], features=[(0, "sum")], bags=5, weighted=False)
+    plain, _ = state_of(case, [SGD(0.1)])
+    update = dataclasses.replace(plain, programs=[])
+    scaled = dataclasses.replace(update, grad_scale=torch.ones(()), skip=torch.zeros(()))
+    backend, config = TritonBackend(), small_update(8)
+    monkeypatch.setattr(backend, "_update_config", lambda widest: config)
+    csr, scale, grad = case.csr(), torch.empty(0), gradient(case)
+    wanted = {}
+    for number, one in enumerate((update, scaled), 1):
+        backend.row_update(one, csr, scale, grad)
+        start = len(driver.noted)
+        # without the list there is the long way only
+        backend.row_update(dataclasses.replace(one, programs=None), csr, scale, grad)
+        wanted[number] = driver.since(start)
+        assert len(update.programs or ()) == number
+    long_way: list[Any] = []
+    monkeypatch.setattr(backend, "_sum_by_row", lambda *given, **named: long_way.append(given))
+    for number, one in enumerate((update, scaled), 1):
+        start = len(driver.noted)
+        backend.row_update(one, csr, scale, grad)
+        assert driver.since(start) == wanted[number] != [] and not long_way
+    monkeypatch.setattr(triton, "unwatched", lambda: False)
+    backend.row_update(update, csr, scale, grad)
+    assert len(long_way) == 1
 
 
 def test_watched_launches_are_pythons(driver: Driver, sorts: None, monkeypatch: pytest.MonkeyPatch) -> None:

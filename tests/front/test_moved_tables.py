@@ -100,3 +100,16 @@ def test_one_collection_that_cannot_be_followed_leaves_the_others_to_be():
     optimizer.step()
     slots = optimizer.state[first.tables["a"]]
     assert {slots[name].dtype for name in slots if name != "step"} == {torch.float64}
+
+
+def test_steps_of_one_kind_share_an_update_until_tables_move():
+    collection, optimizer = made()
+    state, seen = optimizer._states[0][0], []
+    for move in (None, None, lambda: collection.double()):
+        if move is not None:
+            move()
+            assert state._updates == []
+        step(collection, optimizer)
+        seen.append(state._updates[0])
+    assert seen[0] is seen[1] is not seen[2]
+    assert seen[2].table is collection._groups[0].arena.buffer and seen[2].slots is state.slots

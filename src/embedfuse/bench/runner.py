@@ -201,12 +201,13 @@ def measure(case: Case, names: Sequence[str], options: Options, refusals: Refusa
     checked = time.monotonic()
     jobs = [job for name, provider in ready.items() for job in _jobs(name, provider, work.batches, options)]
     examine(jobs, options.device)
+    smallest = []
     if options.device.type == "cuda" and options.graphs:
+        smallest.append(smallest_graph(options.device))
         # ours first: what fails to be captured may disturb those after it
         for job in jobs:
             if job.error is None:
                 refusals.capture(job)
-    smallest = [smallest_graph(options.device)] if options.device.type == "cuda" and options.graphs else []
     take_turns([*jobs, *smallest], options.device, options.rounds, lambda: None)
     for job in smallest:
         found["smallest graph ms"] = quartiles(job.samples["graph, wall"])["median"]

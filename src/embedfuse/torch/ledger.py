@@ -141,10 +141,7 @@ def _own(record: Record) -> None:
     csr = record.csr
     # ids of one feature were not put together, so these may be the caller's own
     copied = record.launch.is_single and not csr.ids.is_cuda
-    if not (
-        copied or _changes(record.grad) or _changes(csr.ids) or _changes(csr.offsets)
-        or (csr.weights is not None and _changes(csr.weights))
-    ):  # fmt: skip
+    if not copied and not any(_changes(tensor) for tensor in (record.grad, *csr[:3]) if tensor is not None):
         record.watch()
         return
     with torch.inference_mode(False), torch.no_grad():

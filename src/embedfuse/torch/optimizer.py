@@ -1,6 +1,5 @@
 """`FusedOptimizer`: a `torch.optim.Optimizer` over the tables of embedding collections."""
 
-import contextlib
 import copy
 import operator
 import weakref
@@ -15,12 +14,11 @@ from . import update
 from .learning_rates import LearningRates
 from .ledger import Record, learning
 from .pending import PendingGradient
-from .state import GroupState, are_ordinary, ordinary_tensors
+from .state import GroupState, ordinary_tensors
 from .step_hooks import with_hooks
 from .stepped_tables import collections_of, names_of, optimizer_of, seed_of
 
 _GRAD = operator.attrgetter("grad")
-_AS_IT_IS = contextlib.nullcontext()
 
 
 class _Work(NamedTuple):
@@ -158,7 +156,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _on_backward(self, number: int) -> Callable[[Record], None]:
         # the optimizer lives as long as the tables: nobody else can give them their gradient
         def apply(record: Record) -> None:
-            with _AS_IT_IS if are_ordinary() else ordinary_tensors():
+            with ordinary_tensors():
                 self._settle()
                 work = self._work(number, record.group, [record], self._rates.now(self.param_groups))
                 if work is not None:

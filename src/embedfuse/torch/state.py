@@ -40,11 +40,6 @@ class ordinary_tensors:
             self._outside.__exit__(*error)
 
 
-def are_ordinary() -> bool:
-    """Whether tensors that are made now are such, as nearly always in a backward."""
-    return not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
-
-
 class GroupState:
     """State of the tables of one arena.
 
@@ -52,7 +47,6 @@ class GroupState:
         optimizers: one for each table.
         at_random: whether any table rounds stochastically.
         modes: for each table, whether its "rows" step once, once for "each" contribution, or "all" of them.
-        steps_rows: whether that is "rows" for all of them.
         rules: the distinct row rules among them.
         slots: all slots of all tables, flat, float32 (float64 for float64 tables).
         steps: int64 `[T]`: optimizer steps each table has made.
@@ -66,7 +60,6 @@ class GroupState:
         self.arena, self.optimizers, self._seeds = arena, list(optimizers), list(seeds)
         self.at_random = any(seeds)
         self.modes = [_mode(optimizer) for optimizer in optimizers]
-        self.steps_rows = set(self.modes) == {"rows"}
         self.rules = list(dict.fromkeys(optimizer.kernel_class() for optimizer in optimizers))
         self._descriptors = arena.descriptors.copy()
         self._places: list[dict[str, tuple[int, tuple[int, int]]]] = []
@@ -83,12 +76,12 @@ class GroupState:
         self._total = max(total, 1)
         self._masks: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
         self._by_mode: dict[tuple[bool, ...], dict[str, Tensor]] = {}
-        self._updates: list[tuple[Tensor, tuple[bool, ...], Update]] = []
+        self._updates: list[Update] = []
         arena.followers.add(self)
         self._start()
 
     def forget(self) -> None:
-        """Drops what holds the arena's buffer, which is about to be replaced: it may be most of a device."""
+        """Drops updates, whose tensors are replaced; the arena's buffer, that of before, may be most of a device."""
         self._updates = []
 
     def _start(self) -> None:
@@ -116,7 +109,8 @@ class GroupState:
         buffer = self.arena.buffer
         if self._followed() is buffer:
             return False
-        self._followed, self._updates = weakref.ref(buffer), []
+        self._followed = weakref.ref(buffer)
+        self.forget()
         device, dtype = buffer.device, accumulation_dtype(buffer.dtype)
         if self.slots.device == device and self.slots.dtype == dtype:
             return False
@@ -151,7 +145,8 @@ class GroupState:
             # in place: a captured CUDA graph keeps reading this tensor
             self.hyper.copy_(fresh, non_blocking=True)
         else:
-            self.hyper, self._updates = fresh.to(self.slots.device, non_blocking=True), []
+            self.hyper = fresh.to(self.slots.device, non_blocking=True)
+            self.forget()
         self._learning_rates = list(learning_rates)
 
     def masked(self, learns: Sequence[bool]) -> tuple[Tensor, Tensor]:
@@ -173,22 +168,21 @@ class GroupState:
             }
         return self._by_mode[learns]
 
-    def update_of(self, features: Tensor, learns: tuple[bool, ...]) -> Update:
-        """The update of lookups of these features in which all that learn step once a row, and nothing is scaled.
+    def update_of(self, features: Tensor, tables: Tensor, counted: Tensor | None) -> Update:
+        """The update of lookups of these features whose tables step so, one object for all steps of one kind.
 
-        One object for all steps of one kind, with which a backend keeps what it prepared.
+        With it a backend keeps what it prepared.
         """
-        for known, of, update in self._updates:
-            if known is features and of == learns:
+        for update in self._updates:
+            if update.features is features and update.tables is tables and update.counted is counted:
                 return update
-        tables, ones = self.masked(learns)
         update = Update(
-            self.arena.buffer, features, tables, self.rules, self.slots, self.hyper, self.steps, counted=ones,
+            self.arena.buffer, features, tables, self.rules, self.slots, self.hyper, self.steps, counted=counted,
             at_random=self.at_random, programs=[],
         )  # fmt: skip
         # several lookups that are joined have features of their own
         self._updates[MOST_FORMS - 1 :] = []
-        self._updates.insert(0, (features, learns, update))
+        self._updates.insert(0, update)
         return update
 
 

@@ -25,17 +25,10 @@ def ready(records: Sequence[Record], buffer: Tensor, learns: Sequence[bool]) -> 
     On the tables' device, should these have moved; multiplied by factors of their own; and without the features whose
     table was frozen when backward ran, if another record of the step trains it.
     """
-    learns, device, dtype = tuple(learns), buffer.device, accumulation_dtype(buffer.dtype)
-    for record in records:
-        if (
-            record.grad.device != device or record.scale.dtype != dtype or record.factor is not None
-            or record.learns != learns
-        ):  # fmt: skip
-            return [_ready(record, buffer, learns) for record in records]
-    return list(records)
+    return [_ready(record, buffer, learns) for record in records]
 
 
-def _ready(record: Record, buffer: Tensor, learns: tuple[bool, ...]) -> Record:
+def _ready(record: Record, buffer: Tensor, learns: Sequence[bool]) -> Record:
     device, dtype = buffer.device, accumulation_dtype(buffer.dtype)
     csr, scale, grad = record.csr, record.scale, record.grad
     if grad.device != device or scale.dtype != dtype:
@@ -45,7 +38,7 @@ def _ready(record: Record, buffer: Tensor, learns: tuple[bool, ...]) -> Record:
     if record.factor is not None:
         factor = record.factor.to(device, dtype)
         record = replace(record, grad=record.grad.to(dtype) * factor)
-    if record.learns != learns:
+    if record.learns != tuple(learns):
         features = record.launch.features.clone()
         frozen = ~torch.tensor(record.learns, device=device)
         # a table of no rows has no ids
@@ -127,25 +120,19 @@ def step(
         grad_scale: scalar the gradients are multiplied by.
         skip: scalar; if not 0, nothing changes, not even the step counters.
     """
-    first = records[0]
-    if len(records) == 1:
-        features, csr, scale, grad = first.launch.features, first.csr, first.scale, first.grad
-    else:
-        features, csr, scale, grad = join(records)
-    backend = select(grad.device, state.arena.buffer.dtype)
-    if state.steps_rows and grad_scale is None and skip is None:
-        backend.row_update(state.update_of(features, tuple(learns)), csr, scale, grad)
-        state.arena.written()
-        return
+    features, csr, scale, grad = join(records)
     described, ones = state.masked(learns)
     counted: Tensor | None = ones
+    backend = select(grad.device, state.arena.buffer.dtype)
     tables = state.by_mode(tuple(learns))
     if tables.keys() != {"rows"}:
         # passes of other kinds read the counters, too
         count(_update(state, features, described, grad_scale, skip, counted))
         counted = None
     if "rows" in tables:
-        update = _update(state, features, tables["rows"], grad_scale, skip, counted)
+        update = state.update_of(features, tables["rows"], counted)
+        if grad_scale is not None or skip is not None:
+            update = replace(update, grad_scale=grad_scale, skip=skip)
         backend.row_update(update, csr, scale, grad)
     if "each" in tables:
         update = _update(state, features, tables["each"], grad_scale, skip)

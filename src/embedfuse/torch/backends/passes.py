@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...kernels.configs import UpdateConfig
@@ -69,15 +68,12 @@ class Passes:
     Args:
         sorter: the first half.
         summer: the second half.
-        facts: of the tables.
         columns: alignment of the features' columns.
-        filled: the type of the gradient whose other rows get zeros in between, if any do.
+        fills: whether rows of the gradient that no id names get zeros in between.
     """
 
-    def __init__(
-        self, sorter: Sorter, summer: Summer, facts: TableFacts, columns: int, filled: torch.dtype | None
-    ) -> None:
-        self.sorter, self.summer, self._facts, self._columns, self._filled = sorter, summer, facts, columns, filled
+    def __init__(self, sorter: Sorter, summer: Summer, columns: int, fills: bool) -> None:
+        self.sorter, self.summer, self._columns, self._fills = sorter, summer, columns, fills
         self.programs: list[Program] = []
 
     def __call__(self, batch: Batch) -> Program | None:
@@ -103,7 +99,7 @@ class Passes:
         return written
 
     def _issue(self, batch: Batch, to: Issuer) -> None:
-        facts, pointer = self._facts, to.pointer
+        facts, pointer = self.sorter.facts, to.pointer
         row, column = batch.grad.stride()
         given = Given(
             batch.ids.shape[0], batch.bags, batch.offsets.shape[0] + -1, row, column, batch.features.shape[0],
@@ -114,17 +110,16 @@ class Passes:
             )),
         )  # fmt: skip
         runs = self.sorter(given, to)
-        if self._filled is not None:
-            fill_absent(runs, given, self._filled, facts, to)
+        if self._fills:
+            fill_absent(runs, given, self.summer.sums.out, facts, to)
         self.summer(runs, given, to)
 
     def _ask(self, batch: Batch) -> None:
         """Asks a traced batch for all that makes its kind, beside types."""
         for tensor in (batch.ids, batch.offsets, batch.weights, batch.scale):
-            if tensor is not None:
-                if not tensor.stride()[0] == 1:
-                    # one element is contiguous whatever the stride, but of it alone
-                    bool(tensor.shape[0] > 1)
+            if tensor is not None and not tensor.stride()[0] == 1:
+                # one element is contiguous whatever the stride, but of it alone
+                bool(tensor.shape[0] > 1)
         number, (rows, columns), (row, column) = batch.ids.shape[0], batch.grad.shape, batch.grad.stride()
         bool(number > 0), bool(batch.bags > 0), bool(number > INT32 // 2)
         bool(batch.scale.shape[0] == 0), bool(last_element(rows, columns, row, column) > INT32)
@@ -174,8 +169,6 @@ def passes_of(
         found = facts.passes.get(key)
         if found is None:
             sorter = Sorter(order, facts, config)
-            filled = target.out.dtype if target.fill else None
-            summer = Summer(sums, sorter, facts, config)
-            found = facts.passes[key] = Passes(sorter, summer, facts, aligned, filled)
+            found = facts.passes[key] = Passes(sorter, Summer(sums, sorter, facts, config), aligned, target.fill)
         facts.passes[kind] = found
     return found

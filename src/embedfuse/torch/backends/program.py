@@ -213,7 +213,7 @@ class Program:
     def __init__(
         self, native: Any, steps: list[Any], launchers: dict[int, Launcher], index: int, kept: list[Tensor]
     ) -> None:
-        self._native, self._length, self._launchers = native, len(steps), launchers
+        self._native, self._length, self._launchers = native, len(native), launchers
         self._index, self._kept = index, kept
         self._forks = True in steps
         self._aside = {number for number in launchers if steps and steps[number][-1]}

@@ -162,10 +162,8 @@ class Summer:
             to: who issues the launches.
         """
         config, sums, at, number = self.config, self.sums, runs.at, given.number
-        steps = sums.mode == STEP_ROWS
         state = (
-            given.out, *((given.slots, given.tables, given.hyper, given.steps, given.grad_scale, given.skip) if steps
-            else (None, given.tables, None, None, None, None)),
+            given.out, given.slots, given.tables, given.hyper, given.steps, given.grad_scale, given.skip
         )  # fmt: skip
         read = (
             given.grad, given.winners, runs.order if sums.winners or sums.dots else None, given.dots,
