@@ -13,18 +13,20 @@ from launch_driver import Asked, LaunchDriver
 from triton_cases import gradient, make, put, small_update, state_of
 
 from embedfuse.kernels import _launch
+from embedfuse.kernels.configs import lookup_config
 from embedfuse.optim import SGD, Adagrad
 from embedfuse.torch import native
 from embedfuse.torch.backends import (
     Csr,
     issuing,
     launching,
+    lookup_launch,
     passes,
     program,
+    programs,
     radix_sort,
     sorted_runs,
     summed_runs,
-    triton,
 )
 from embedfuse.torch.backends.descriptor_facts import feature_facts, table_facts
 from embedfuse.torch.backends.passes import Batch
@@ -118,7 +120,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         monkeypatch.setattr(module, "driver_address", lambda: made.address)
         monkeypatch.setattr(module, "side_of", lambda device: side)
     monkeypatch.setattr(program, "current_device", lambda: 0)
-    for module in (issuing, passes):
+    for module in (issuing, programs):
         monkeypatch.setattr(module, "device_of", lambda tensor: (0, torch.Tensor.data_ptr))
     # one memory for all batches, so that addresses can be compared
     memory, real = torch.zeros(1 << 22, dtype=torch.uint8), torch.empty
@@ -254,7 +256,7 @@ def test_programs_that_cannot_be(driver: Driver) -> None:
     kernels = _launch.Kernels(driver.address, 1, [True])
     good = [(0, 0, 0), (1, 5, 0), (2, 0, 1)]
     _launch.Program(
-        1, good, [(0, 0, 1, True)], 2, [(kernels, 1, (0, 2), False), True, False, (7, 1, (0,), 1, 32, True)]
+        1, good, [(0, 0, 1, True)], 2, [(kernels, (1, 0), (0, 2), False), True, False, (7, (1,), (0,), 1, 32, True)]
     )
     for values in ([(0, 7, 0)], [(5, 0, 0)], [(2, 0, 0)], [(0, 0, 0), (2, 0, 1)], [(0, -1, 0)], [(4, 0, -1)]):
         with pytest.raises(ValueError, match="follows from nothing"):
@@ -262,26 +264,31 @@ def test_programs_that_cannot_be(driver: Driver) -> None:
     for arguments in (
         (1, good, [(0, 0, 3, True)], 2, []),
         (1, good, [], 3, []),
-        (1, good, [], 0, [(kernels, 9, (0, 2), 0)]),
+        (1, good, [], 0, [(kernels, (9,), (0, 2), 0)]),
     ):
         with pytest.raises(IndexError, match="not there"):
             _launch.Program(*arguments)
     with pytest.raises(ValueError, match="as many pointers"):
-        _launch.Program(1, good, [], 0, [(kernels, 1, (0,), False)])
+        _launch.Program(1, good, [], 0, [(kernels, (1,), (0,), False)])
+    for grid in ((), (1, 1, 1, 1)):
+        with pytest.raises(ValueError, match="one to three"):
+            _launch.Program(1, good, [], 0, [(kernels, grid, (0, 2), False)])
     with pytest.raises(ValueError, match="64 arguments"):
-        _launch.Program(1, good, [], 0, [(7, 1, (0,) * 65, 1, 32, True)])
+        _launch.Program(1, good, [], 0, [(7, (1,), (0,) * 65, 1, 32, True)])
     for values, guards, steps in (
-        ([()], [], []), ([(0, 0)], [], []), (good, [(0, 0)], []), (good, [], [()]), (good, [], [(7, 1, (0,))]),
-        (good, [], [(7, 1, (0,), 1, 32)]),
+        ([()], [], []), ([(0, 0)], [], []), (good, [(0, 0)], []), (good, [], [()]), (good, [], [(7, (1,), (0,))]),
+        (good, [], [(7, (1,), (0,), 1, 32)]),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="a tuple of more items"):
             _launch.Program(1, values, guards, 0, steps)
     for values, guards, steps, said in (
         ([(-1, 0, 0)], [], [], "follows from nothing"), (good, [(2, 0, 0, True)], [], "nobody asks"),
-        (good, [], [(None, 1, (0,), False)], "no kernel"),
+        (good, [], [(None, (1,), (0,), False)], "no kernel"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             _launch.Program(1, values, guards, 0, steps)
+    with pytest.raises(ValueError, match="share no memory"):
+        _launch.Program(1, good, [], 1, []).run_alone((3,), 0, STREAM, _launch.Beside(0, 0, 0, 0, 0))
     least = _launch.Program(1, [(0, 0, 0), (1, -1, 0), (4, 0, 1), (3, 0, 0)], [], 2, [])
     assert least.bytes((-(2**63),)) == -(2**63) and least.bytes((7,)) == -7
     with pytest.raises(ValueError, match="division by 0"):
@@ -363,8 +370,53 @@ def test_sums_by_row(driver: Driver, sorts: None, kind: str) -> None:
         assert driver.since(start) == wanted and len(wanted) >= 3
         native += len(found.programs) == known
     assert len(made) == 1
-    assert len(found.programs) < passes.PROGRAMS and native > len(numbers) - passes.PROGRAMS
+    assert len(found.programs) < programs.MOST and native > len(numbers) - programs.MOST
     assert ("hold", OTHER, READY, 0) in driver.noted and ("hold", STREAM, DONE, 0) in driver.noted
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
+def test_lookups(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, weighted: bool, normalised: bool, checked: bool
+) -> None:
+    """Whatever a batch has, it is launched as by Python; and all batches of a few kinds by C++ alone."""
+    made: dict[Any, Launcher] = {}
+
+    def launcher(kernel: Any, warps: int, constants: Any, dtypes: Any, registers: Any = None) -> Launcher:
+        return made.setdefault((kernel, *constants.items(), *dtypes), Launcher(driver, 8, 2))
+
+    monkeypatch.setattr(lookup_launch, "launcher", launcher)
+    case = make(shapes=[(900, 200), (40, 8)], features=[(0, "sum"), (1, "sum"), (0, "mean")], bags=5)
+    features, table = put(case.features), torch.zeros(len(case.table))
+    facts, bad = feature_facts(features), torch.zeros(1, dtype=torch.int64) if checked else None
+    lookups = lookup_launch.Lookups(lookup_config, facts, features)
+    rng, python = np.random.default_rng(5), 0
+    for _ in range(300):
+        bags, width = int(rng.integers(1, 40)), int(rng.choice([408, 408, 412]))
+        number = int(rng.integers(0, 24 * bags))
+        kind = torch.int32 if rng.random() < 0.3 else torch.int64
+        ids = torch.zeros(number * 2, dtype=kind)[::2] if rng.random() < 0.2 else torch.zeros(number, dtype=kind)
+        weights = torch.ones(number) if weighted else None
+        out, scale = lookups.made(table, bags, width, normalised)
+        assert out.shape == (bags, width) and scale.shape == ((3 * bags,) if normalised else (0,))
+        batch = lookup_launch.LookupBatch(
+            table, features, ids, torch.zeros(3 * bags + 1, dtype=torch.int64), weights, out,
+            scale if normalised else None, bad, bags, width,
+        )  # fmt: skip
+        contiguous = batch._replace(ids=ids.contiguous())
+        start = len(driver.noted)
+        lookup_launch.Lookups(lookup_config, facts, features)(contiguous)
+        wanted, start = driver.since(start)[-1:], len(driver.noted)
+        if programs.run(lookups.programs, batch):
+            assert driver.since(start) == wanted and ids.is_contiguous()
+        else:
+            assert driver.since(start) == []
+            lookups(contiguous)
+            python += ids.is_contiguous()
+            assert driver.since(start)[-1:] == wanted
+    # 2 types of ids, short bags or not, 2 widths, one id or more
+    assert 8 <= python < 16 and len(lookups.programs) < 17
 
 
 def test_programs_are_of_one_kind_of_batch(driver: Driver, sorts: None) -> None:
@@ -482,7 +534,7 @@ def test_an_update_like_one_before_is_one_call(driver: Driver, sorts: None, monk
         start = len(driver.noted)
         backend.row_update(one, csr, scale, grad)
         assert driver.since(start) == wanted[number] != [] and not long_way
-    monkeypatch.setattr(triton, "unwatched", lambda: False)
+    monkeypatch.setattr(programs, "unwatched", lambda: False)
     backend.row_update(update, csr, scale, grad)
     assert len(long_way) == 1
 
@@ -496,7 +548,7 @@ def test_watched_launches_are_pythons(driver: Driver, sorts: None, monkeypatch: 
     found = passes.passes_of(target, facts, small_update(8), *arguments)
     batch = Batch.of(target, features, tables, *arguments[1:])
     with monkeypatch.context() as patch:
-        patch.setattr(passes, "unwatched", lambda: False)
+        patch.setattr(programs, "unwatched", lambda: False)
         found(batch)
         assert not found.programs
     found(batch)
@@ -505,7 +557,7 @@ def test_watched_launches_are_pythons(driver: Driver, sorts: None, monkeypatch: 
     monkeypatch.setattr(found, "_issue", lambda *given: calls.append(given))
     found(batch)
     assert not calls
-    monkeypatch.setattr(passes, "unwatched", lambda: False)
+    monkeypatch.setattr(programs, "unwatched", lambda: False)
     found(batch)
     assert len(calls) == 1
 

@@ -45,7 +45,7 @@ def spilled(kind: str, dim: int, weighted: bool, scaled: bool, checked: bool) ->
     from embedfuse.kernels import configs
     from embedfuse.kernels.pooled_lookup import pooled_long_kernel as kernel
 
-    config = configs.lookup_config(dim, 20)
+    config = configs.lookup_config(dim, False)
     align = 4 if kind == "float32" else 8
     constants = {
         "HAS_WEIGHTS": weighted, "NORMALISED": scaled, "CHECK": checked, "CLIPPED": False, "ALIGN": align,

@@ -189,9 +189,8 @@ def test_what_is_served() -> None:
 
 @pytest.mark.parametrize("widest", [1, 2, 3, 16, 63, 64, 128, 144, 288, 512, 1000, 4096, 8192, 40000])
 def test_tile_sizes_fit_together(widest: int) -> None:
-    for length in (0.5, 4, 5, 100):
-        lookup = lookup_config(widest, length)
-        assert lookup.short == (length <= 4)
+    lookups = [lookup_config(widest, short) for short in (True, False)]
+    assert [lookup.short for lookup in lookups] == [True, False]
     update = update_config(widest)
     for sizes in (update, dots_config(update)):
         assert sizes.block_d >= widest and sizes.block % sizes.chunk == 0 and sizes.long < sizes.chunk // 2
@@ -199,7 +198,10 @@ def test_tile_sizes_fit_together(widest: int) -> None:
         assert 2 * sizes.chunk <= 256 * sizes.terms
         # two partial sums for each chunk: no memory to speak of beside the rows that were gathered
         assert widest < 288 or sizes.chunk >= 128
-        for size in (lookup.lanes, lookup.block_d, lookup.warps, *dataclasses.astuple(sizes)):
+        for size in dataclasses.astuple(sizes):
+            assert size == power_of_two(size)
+    for lookup in lookups:
+        for size in (lookup.lanes, lookup.block_d, lookup.warps):
             assert size == power_of_two(size)
 
 

@@ -80,13 +80,9 @@ def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int) -> int:
     return config.narrow if max(narrowest, 4) * config.narrow <= config.block_d else 1
 
 
-def lookup_config(widest: int, mean_length: float) -> LookupConfig:
-    """Tiles of `pooled_lookup.py`. More than one warp to a program is slower."""
-    return _lookup_config(widest, mean_length <= SHORT_BAG)
-
-
 @cache
-def _lookup_config(widest: int, short: bool) -> LookupConfig:
+def lookup_config(widest: int, short: bool) -> LookupConfig:
+    """Tiles of `pooled_lookup.py`, for bags that are `short` or not. More than one warp to a program is slower."""
     if short:
         block_d = min(max(power_of_two(widest), 4), 64)
         return LookupConfig(True, 2048 // block_d, block_d, 1)

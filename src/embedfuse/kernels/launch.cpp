@@ -61,6 +61,8 @@ NB_MODULE(_launch, module) {
            "Bytes of memory that the launches share; -1 if the batch needs other launches.")
       .def("run", &Program::run, "given"_a, "memory"_a, "device"_a, "stream"_a, "beside"_a, "start"_a,
            "Issues launches from number `start` on; the number of the first that Python must do, or of all.")
+      .def("run_alone", &Program::run_alone, "given"_a, "device"_a, "stream"_a, "beside"_a,
+           "The same from the first on, of launches that share no memory; -1, and no launch, if the batch needs others.")
       .def("arguments", &Program::arguments, "given"_a, "memory"_a, "which"_a, "Grid, pointers and numbers of a launch.")
       .def("__len__", &Program::length);
   module.def("learn_tensors", [](const nb::object& exchange, const nb::object& type, const nb::object& slowly) {
@@ -75,7 +77,10 @@ NB_MODULE(_launch, module) {
       .def(nb::init<std::vector<int64_t>, std::vector<int64_t>>(), "starts"_a, "widths"_a)
       .def("hold", [](const Places& places, const nb::list& matrices, const nb::object& origin) {
         return places.hold(reader, matrices, origin);
-      }, "matrices"_a, "origin"_a, "Whether they do, row after row: so many bytes after the data of `origin`.");
+      }, "matrices"_a, "origin"_a, "Whether they do, row after row: so many bytes after the data of `origin`.")
+      .def("hold_own", [](const Places& places, const nb::dict& held, const nb::dict& own, const nb::object& origin) {
+        return places.hold_own(reader, held, own, origin);
+      }, "held"_a, "own"_a, "origin"_a, "The same of the values of a dict, which must be those of another one: 0 if not; 2 if any wants a gradient.");
   module.def("same", &same, "left"_a, "right"_a, "Whether two dicts hold the same objects in the same order.");
   module.def("launch", &launch_once, "driver"_a, "function"_a, "blocks"_a, "threads"_a, "stream"_a, "arguments"_a,
              "together"_a,

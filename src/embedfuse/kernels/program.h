@@ -13,9 +13,9 @@ enum class Asked : int64_t { LESS, EQUAL };
 class Program {
  public:
   // `values`: triples (Made, left, right); `guards`: (Asked, left, right, answer); `size`: place of the bytes of memory
-  // that the launches share, whose address is one more field. `steps`: (kernels, grid, arguments, aside); or, of a kernel of its own
-  // making, (function, grid, arguments, driver, threads, together); or whether the second stream is to wait for the
-  // first from there on, else the first for the second.
+  // that the launches share, whose address is one more field. `steps`: (kernels, grid, arguments, aside); or, of a
+  // kernel of its own making, (function, grid, arguments, driver, threads, together); or whether the second stream is
+  // to wait for the first from there on, else the first for the second. A grid has one to three places.
   Program(const Reader& reader, size_t given, const nb::list& values, const nb::list& guards, size_t size, const nb::list& steps)
       : reader_(reader), given_(given), size_(size) {
     for (const nb::handle& one : values) {
@@ -43,32 +43,22 @@ class Program {
 
   // Bytes of memory that the launches share; -1 if the batch needs other launches.
   int64_t bytes(const nb::tuple& given) const {
-    std::vector<int64_t> values = evaluated(given, 0);
-    for (const Guard& guard : guards_) {
-      const int64_t left = values[guard.left], right = values[guard.right];
-      if ((guard.asked == Asked::LESS ? left < right : left == right) != guard.answer) return -1;
-    }
-    return values[size_];
+    const std::vector<int64_t> values = evaluated(given, 0);
+    return fits(values) ? values[size_] : -1;
   }
 
   // Issues launches from number `start` on; returns the number of the first that Python must do, or of all.
   size_t run(const nb::tuple& given, Address memory, int64_t device, Address stream, const Beside& beside,
              size_t start) const {
-    const std::vector<int64_t> values = evaluated(given, static_cast<int64_t>(memory));
-    std::vector<Launch> ready(steps_.size() - std::min(start, steps_.size()));
-    size_t end = start;
-    for (; end < steps_.size(); ++end)
-      if (!prepare(steps_[end], device, values, ready[end - start])) break;
-    const nb::gil_scoped_release released;
-    for (size_t i = start; i < end; ++i) {
-      const Step& step = steps_[i];
-      const int failed = step.forks   ? beside.wait(beside.ready, stream, beside.stream)
-                         : step.joins ? beside.wait(beside.done, beside.stream, stream)
-                                      : ready[i - start].issue(step.aside ? beside.stream : stream);
-      if (failed == NO_CONTEXT && steps_[i].kernels) return i;
-      if (failed != 0) refuse(failed);
-    }
-    return end;
+    return issue(evaluated(given, static_cast<int64_t>(memory)), device, stream, beside, start);
+  }
+
+  // The same from the first on, of launches that share no memory; -1, and no launch, if the batch needs others.
+  int64_t run_alone(const nb::tuple& given, int64_t device, Address stream, const Beside& beside) const {
+    const std::vector<int64_t> values = evaluated(given, 0);
+    if (!fits(values)) return -1;
+    if (values[size_] != 0) throw std::invalid_argument("launches that share no memory");
+    return static_cast<int64_t>(issue(values, device, stream, beside, 0));
   }
 
   // Grid, pointers and numbers of a launch.
@@ -76,10 +66,11 @@ class Program {
     const std::vector<int64_t> values = evaluated(given, static_cast<int64_t>(memory));
     const Step& step = steps_.at(which);
     if (!step.kernels) throw std::invalid_argument("a launch of Triton's");
-    nb::list pointers, numbers;
+    nb::list grid, pointers, numbers;
+    for (const size_t place : step.grid) grid.append(values[place]);
     for (size_t i = 0; i < step.arguments.size(); ++i)
       (i < step.kernels->pointers() ? pointers : numbers).append(values[step.arguments[i]]);
-    return nb::make_tuple(nb::make_tuple(values[step.grid]), nb::tuple(pointers), nb::tuple(numbers));
+    return nb::make_tuple(nb::tuple(grid), nb::tuple(pointers), nb::tuple(numbers));
   }
 
   size_t length() const { return steps_.size(); }
@@ -101,13 +92,19 @@ class Program {
     Driver driver;
     uint32_t threads;
     bool together, aside, forks, joins;
-    size_t grid;
-    std::vector<size_t> arguments;  // places
+    std::vector<size_t> grid, arguments;  // places
   };
 
   size_t place(int64_t found) const {
     if (found < 0 || found >= static_cast<int64_t>(values_.size())) throw std::out_of_range("a value that is not there");
     return static_cast<size_t>(found);
+  }
+
+  std::vector<size_t> places(const nb::handle& found) const {
+    const auto numbers = nb::cast<nb::tuple>(found);
+    std::vector<size_t> made;
+    for (size_t i = 0; i < ::size(numbers); ++i) made.push_back(place(number(item(numbers, i))));
+    return made;
   }
 
   void add(const nb::handle& one) {
@@ -117,9 +114,9 @@ class Program {
     } else {
       const auto said = nb::cast<nb::tuple>(one);
       const nb::handle kernel = item(said, 0);
-      const auto arguments = nb::cast<nb::tuple>(nb::handle(item(said, 2)));
-      step.grid = place(number(item(said, 1)));
-      for (size_t i = 0; i < ::size(arguments); ++i) step.arguments.push_back(place(number(item(arguments, i))));
+      step.grid = places(nb::handle(item(said, 1)));
+      step.arguments = places(nb::handle(item(said, 2)));
+      if (step.grid.empty() || step.grid.size() > 3) throw std::invalid_argument("a grid of one to three numbers");
       if (::size(said) == 4) {
         step.held = nb::borrow(kernel);
         step.kernels = nb::cast<const Kernels*>(kernel);
@@ -136,6 +133,33 @@ class Program {
       }
     }
     steps_.push_back(std::move(step));
+  }
+
+  // Whether a batch of these values needs these launches.
+  bool fits(const std::vector<int64_t>& values) const {
+    for (const Guard& guard : guards_) {
+      const int64_t left = values[guard.left], right = values[guard.right];
+      if ((guard.asked == Asked::LESS ? left < right : left == right) != guard.answer) return false;
+    }
+    return true;
+  }
+
+  size_t issue(const std::vector<int64_t>& values, int64_t device, Address stream, const Beside& beside,
+               size_t start) const {
+    std::vector<Launch> ready(steps_.size() - std::min(start, steps_.size()));
+    size_t end = start;
+    for (; end < steps_.size(); ++end)
+      if (!prepare(steps_[end], device, values, ready[end - start])) break;
+    const nb::gil_scoped_release released;
+    for (size_t i = start; i < end; ++i) {
+      const Step& step = steps_[i];
+      const int failed = step.forks   ? beside.wait(beside.ready, stream, beside.stream)
+                         : step.joins ? beside.wait(beside.done, beside.stream, stream)
+                                      : ready[i - start].issue(step.aside ? beside.stream : stream);
+      if (failed == NO_CONTEXT && steps_[i].kernels) return i;
+      if (failed != 0) refuse(failed);
+    }
+    return end;
   }
 
   std::vector<int64_t> evaluated(const nb::tuple& given, int64_t memory) const {
@@ -170,7 +194,8 @@ class Program {
 
   static bool prepare(const Step& step, int64_t device, const std::vector<int64_t>& values, Launch& launch) {
     if (step.forks || step.joins) return true;
-    launch.grid[0] = programs_of(values[step.grid]), launch.grid[1] = launch.grid[2] = 1;
+    for (size_t axis = 0; axis < 3; ++axis)
+      launch.grid[axis] = axis < step.grid.size() ? programs_of(values[step.grid[axis]]) : 1;
     int64_t arguments[MOST];
     for (size_t i = 0; i < step.arguments.size(); ++i) arguments[i] = values[step.arguments[i]];
     if (step.kernels) return step.kernels->prepare(device, arguments, launch);

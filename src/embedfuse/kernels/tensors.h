@@ -91,21 +91,41 @@ class Places {
   // Whether they do, row after row, in the memory of `origin`.
   bool hold(const Reader& reader, const nb::list& matrices, const nb::object& origin) const {
     if (nb::len(matrices) != starts_.size()) return false;
-    int64_t base[FIELDS], found[FIELDS];
+    int64_t base[FIELDS];
     reader.read(origin.ptr(), base);
-    for (size_t i = 0; i < starts_.size(); ++i) {
-      try {
-        reader.read(PyList_GET_ITEM(matrices.ptr(), static_cast<Py_ssize_t>(i)), found);
-      } catch (const nb::python_error&) {
-        // a kind of tensor that lies nowhere
-        return false;
-      }
-      const bool in_order = (found[2] < 2 || found[4] == widths_[i]) && (found[3] < 2 || found[5] == 1);
-      if (found[0] != base[0] + starts_[i] || !in_order) return false;
-    }
+    for (size_t i = 0; i < starts_.size(); ++i)
+      if (!holds(reader, PyList_GET_ITEM(matrices.ptr(), static_cast<Py_ssize_t>(i)), i, base[0])) return false;
     return true;
   }
 
+  // The same of the values of a dict, which must be those of another one, too, in its order: 0 if not; 2 if any of them
+  // wants a gradient, else 1.
+  int hold_own(const Reader& reader, const nb::dict& held, const nb::dict& own, const nb::object& origin) const {
+    if (nb::len(held) != starts_.size() || nb::len(own) != starts_.size()) return 0;
+    int64_t base[FIELDS];
+    reader.read(origin.ptr(), base);
+    PyObject *one, *other;
+    Py_ssize_t at = 0, there = 0;
+    for (size_t i = 0; PyDict_Next(held.ptr(), &at, nullptr, &one); ++i)
+      if (!PyDict_Next(own.ptr(), &there, nullptr, &other) || one != other || !holds(reader, one, i, base[0]))
+        return 0;
+    for (at = 0; PyDict_Next(held.ptr(), &at, nullptr, &one);)
+      if (nb::cast<bool>(nb::borrow(one).attr("requires_grad"))) return 2;
+    return 1;
+  }
+
  private:
+  bool holds(const Reader& reader, PyObject* matrix, size_t which, int64_t base) const {
+    int64_t found[FIELDS];
+    try {
+      reader.read(matrix, found);
+    } catch (const nb::python_error&) {
+      // a kind of tensor that lies nowhere
+      return false;
+    }
+    const bool in_order = (found[2] < 2 || found[4] == widths_[which]) && (found[3] < 2 || found[5] == 1);
+    return found[0] == base + starts_[which] && in_order;
+  }
+
   std::vector<int64_t> starts_, widths_;
 };

@@ -15,11 +15,11 @@ from ..plan import PlannedFeature
 from . import ledger as ledgers
 from .backends import Policy, accumulation_dtype
 from .compiling import constant_in_graphs, is_exporting
-from .functions import Layout, LookupForUpdate, PooledLookup, call, is_transformed, is_watched
+from .functions import Layout, PooledLookup, call, is_transformed, is_watched
 from .initializers import initialize
-from .joined_bags import JoinedBags, joinable, parts_of_joined
+from .joined_bags import JoinedBags, assemble_joined, joinable
 from .layout import (
-    Launch,
+    Assembled,
     Part,
     assemble,
     forms_of,
@@ -29,11 +29,14 @@ from .layout import (
     planned_table,
     without_fillers,
 )
+from .ledger import Known
 from .nest import flatten, leaves, rebuild, replace
 from .plain_lookup import is_plain, plain_lookup
 from .prepare import prepared
 from .sparse_grad import SparseGradLookup
 from .tables import Arena, Tables, check_device, named_tables
+from .training_lookup import training_lookup
+from .usual_lookup import UsualLookup
 
 UPDATES = ("step", "backward", "autograd")
 POLICIES = ("raise", "drop", "ignore")
@@ -96,7 +99,8 @@ class EmbeddingCollection(nn.Module):
 
     # follow the tables when they move; copies get their own
     _anchor: Tensor
-    _launches: dict[tuple[int, tuple[int, ...], tuple[bool, ...]], tuple[int, Launch, ledgers.Slot]]
+    _launches: dict[tuple[int, tuple[int, ...], tuple[bool, ...]], Known]
+    _usual: UsualLookup | None
     _ledger: ledgers.Ledger
     _shelf: "_Shelf"
     _number: int
@@ -158,6 +162,9 @@ class EmbeddingCollection(nn.Module):
             ValueError, TypeError: inputs that do not fit the features.
             IndexError: an id outside its table (see `out_of_range`).
         """
+        if isinstance(inputs, JoinedBags):
+            out, widths = self._lookup_joined(inputs), self._joinable.dims
+            return rebuild(self.features, iter([out] if len(widths) == 1 else out.split(widths, 1)))
         parts = self._parts(inputs)
         pieces = [
             self._shaped(member, part, piece)
@@ -171,8 +178,10 @@ class EmbeddingCollection(nn.Module):
         Raises:
             ValueError: tables of several dtypes and features of several batch sizes cannot be put side by side.
         """
+        if isinstance(inputs, JoinedBags):
+            return self._lookup_joined(inputs)
         parts = self._parts(inputs)
-        if not parts[0].joined and any(part.bags != parts[0].bags for part in parts):
+        if any(part.bags != parts[0].bags for part in parts):
             raise ValueError(
                 f"`concatenated` needs one batch size for all features, got {[part.bags for part in parts]}"
             )
@@ -191,8 +200,6 @@ class EmbeddingCollection(nn.Module):
         return pieces
 
     def _parts(self, inputs: Any) -> list[Part]:
-        if isinstance(inputs, JoinedBags):
-            return parts_of_joined(inputs, self._joinable)
         values = flatten(self.features, inputs)
         return [part_of(name, config, value) for (name, config), value in zip(self._leaves, values, strict=True)]
 
@@ -203,36 +210,67 @@ class EmbeddingCollection(nn.Module):
         return piece[: part.bags].reshape(*part.shape, dim)
 
     def _lookup(self, number: int, parts: Sequence[Part], policy: Policy | None = None) -> Tensor:
+        own = self._settled(number)
+        batch = assemble(parts, accumulation_dtype(self._groups[number].arena.buffer.dtype))
+        return self._look_up(number, own, batch, self._launch(number, *forms_of(parts)), policy, parts)
+
+    def _lookup_joined(self, joined: JoinedBags) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and self._usual is not None:
+            found = self._usual.again(joined, self.out_of_range)
+            if found is not None:
+                return found
+        own, arena = self._settled(0), self._groups[0].arena
+        batch = assemble_joined(joined, self._joinable, accumulation_dtype(arena.buffer.dtype))
+        known = self._launch(0, (1,) * len(self._leaves))
+        out = self._look_up(0, own, batch, known)
+        if not compiling and own and not is_transformed():
+            self.__dict__["_usual"] = UsualLookup.of(arena, known, self._joinable.names, self._anchor, self.update)
+        return out
+
+    def _settled(self, number: int) -> bool:
+        """Follows tables that moved; says whether they are the collection's own, and not a functional call's."""
         arena = self._groups[number].arena
-        functional = self.update == "autograd" and (is_transformed() or not arena.is_own())
+        if self.update == "autograd" and (is_transformed() or not arena.is_own()):
+            return False
         # while compiling the ops see to it, in each call
-        if not functional and not torch.compiler.is_compiling() and not (arena.is_own() and arena.is_whole()):
+        if not torch.compiler.is_compiling() and not arena.is_settled():
             self._link()
+        return True
+
+    def _look_up(
+        self, number: int, own: bool, batch: Assembled, known: Known, policy: Policy | None = None,
+        parts: Sequence[Part] = (),
+    ) -> Tensor:  # fmt: skip
+        arena = self._groups[number].arena
         buffer = arena.buffer
-        ids, offsets, weights, bags = assemble(parts, accumulation_dtype(buffer.dtype))
+        ids, offsets, weights, bags = batch
         if ids.device != buffer.device:
             raise ValueError(
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
             )
-        slot_number, launch = self._launch(number, *forms_of(parts))
+        launch = known.launch
         # an exported program outlives the collection
         exporting = torch.compiler.is_compiling() and is_exporting()
-        slot_number = 0 if exporting else slot_number
+        slot_number = 0 if exporting else known.number
         policy = self.out_of_range if policy is None else policy
         if launch.has_defaults:
             ids, offsets, weights = prepared(launch.features, ids, offsets, weights, bags, policy, slot_number)
             policy = "drop"
             ids = without_fillers(ids, offsets, parts, bags)
-        watched = is_watched(ids, buffer)
-        learns = torch.is_grad_enabled() and (watched or any(table.requires_grad for table in arena.parameters))
-        if not (learns or functional or exporting):
-            if not watched and is_plain(weights):
+            batch = ids, offsets, weights, bags
+        # tables that nobody can look up but by the dispatcher are of ids that nobody else can
+        watched = is_watched(ids)
+        learns = torch.is_grad_enabled() and (watched or arena.learns())
+        if own and not exporting:
+            if not learns and not watched and is_plain(weights):
                 return plain_lookup(buffer, launch, ids, offsets, weights, bags, policy, slot_number)
-            tables, starts = [buffer], [0]
-        elif self.update == "autograd" or exporting:
+            if learns and self.update != "autograd":
+                return training_lookup(self._anchor, buffer, known, batch, policy, watched)
+        tables: list[Tensor] = [buffer]
+        starts = [0]
+        if learns or not own or exporting:
             tables, starts = list(arena.parameters), arena.starts
-        else:
-            return self._lookup_for_update(slot_number, launch, buffer, ids, offsets, weights, bags, policy, watched)
         layout = Layout(starts, arena.size, bags, launch.width, launch.normalised, policy, slot_number, launch.cut)
         if learns and self.grad == "sparse":
             out = call(SparseGradLookup, weights, launch.features, ids, offsets, layout, *tables)
@@ -245,42 +283,6 @@ class EmbeddingCollection(nn.Module):
             out, _ = call(PooledLookup, weights, launch.features, ids, offsets, layout, *tables)
         result: Tensor = out
         return result
-
-    def _lookup_for_update(
-        self, number: int, launch: Launch, buffer: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
-        bags: int, policy: Policy, watched: bool,
-    ) -> Tensor:  # fmt: skip
-        if watched:
-            out, _ = torch.ops.embedfuse.lookup_for_update(
-                self._anchor, buffer, launch.features, ids, offsets, weights, bags, launch.width, launch.normalised,
-                policy, number, ledgers.call_number(), torch.compiler.is_compiling(),
-            )  # fmt: skip
-        else:
-            layout = Layout((0,), buffer.numel(), bags, launch.width, launch.normalised, policy, number)
-            out, _ = call(LookupForUpdate, self._anchor, weights, buffer, launch.features, ids, offsets, layout)
-        result: Tensor = out
-        return result
-
-    def _check_training(self, group: int = 0) -> None:
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            raise RuntimeError(
-                f"update={self.update!r} changes the tables of this process only, and {distributed.get_world_size()} "
-                'processes hold copies of them, which would drift apart: use update="autograd" with '
-                "DistributedDataParallel and a torch optimizer"
-            )
-        if self.update == "backward":
-            if self._ledger.on_backward is None:
-                raise RuntimeError(
-                    'update="backward" needs its optimizer before the first training lookup: create '
-                    "FusedOptimizer(collection)"
-                )
-            if group in self._ledger.waiting:
-                raise RuntimeError(
-                    'update="backward" cannot be right here: the tables were looked up again before backward of the '
-                    'last lookup ran, so their rows would be updated twice. Use update="step"; evaluate under '
-                    "torch.no_grad(); or call `discard()` if that backward will never run"
-                )
 
     def discard(self) -> None:
         """Forgets gradients that wait for the optimizer, and lookups whose backward will never run."""
@@ -302,9 +304,7 @@ class EmbeddingCollection(nn.Module):
             groups.append(_Group(arena, members, planned))
         return groups
 
-    def _launch(
-        self, number: int, copies: tuple[int, ...], sequences: tuple[bool, ...] | None = None
-    ) -> tuple[int, Launch]:
+    def _launch(self, number: int, copies: tuple[int, ...], sequences: tuple[bool, ...] | None = None) -> Known:
         sequences = sequences or (False,) * len(copies)
         if torch.compiler.is_dynamo_compiling():
             # imported here, since it takes a second and only a compiler needs it
@@ -312,7 +312,7 @@ class EmbeddingCollection(nn.Module):
 
             # a graph serves features of one form
             copies = tuple([int(guard_scalar(count)) for count in copies])
-            known = getattr(self._shelf, _put_on_shelf(self._number, number, copies, sequences))
+            known: Known | None = getattr(self._shelf, _put_on_shelf(self._number, number, copies, sequences))
         else:
             known = self._launches.get((number, copies, sequences))
         if known is None:
@@ -326,30 +326,32 @@ class EmbeddingCollection(nn.Module):
                 [name for name, count in zip(table_names, copies, strict=True) for _ in range(count)],
                 group.arena,
             )  # fmt: skip
-            known = (ledgers.register(slot), launch, slot)
+            known = Known.of(slot)
             # one made inside of a transform is of no use after it
             if not is_transformed():
                 self._launches[(number, copies, sequences)] = known
-        return known[0], known[1]
+        return known
 
     def _start(self) -> None:
         """What the collection has once, for all its life: plans, and the ledger with all gradients that wait."""
         self._leaves = leaves(self.features)
         self._groups = self._plan()
         self._joinable = joinable(self._leaves, len(self._groups))
-        self.__dict__["_launches"] = {}
+        self.__dict__["_launches"], self.__dict__["_usual"] = {}, None
         self.__dict__["_shelf"] = _Shelf()
         self.__dict__["_number"] = ledgers.call_number()
         _living[self._number] = self
-        self.__dict__["_ledger"] = ledgers.Ledger(self._check_training, self._learning)
+        self.__dict__["_ledger"] = ledgers.Ledger(self.update, self._learning)
 
     def _learning(self, group: int) -> tuple[bool, ...]:
         return tuple(map(operator.attrgetter("requires_grad"), self._groups[group].arena.parameters))
 
     def _settle(self) -> None:
         """Follows tables that moved by themselves: an assignment to `.data`, or `load_state_dict(assign=True)`."""
-        if not (self.tables.is_own() and all(group.arena.is_whole() for group in self._groups)):
-            self._link()
+        for group in self._groups:
+            if not group.arena.is_settled():
+                self._link()
+                break
 
     def _link(self) -> None:
         """Everything that follows the tables: their buffers, and descriptors on their device."""
@@ -359,9 +361,10 @@ class EmbeddingCollection(nn.Module):
             device = self._groups[0].arena.buffer.device
             if "_anchor" not in self.__dict__ or self._anchor.device != device:
                 self.__dict__["_anchor"] = nn.Parameter(torch.zeros(1, device=device))
-            for _, launch, _ in self._launches.values():
-                if launch.features.device != device:
-                    launch.move(device)
+            self.__dict__["_usual"] = None
+            for known in self._launches.values():
+                if known.launch.features.device != device:
+                    known.launch.move(device)
             for number, group in enumerate(self._groups):
                 configs = [self._leaves[member][1] for member in group.members]
                 lengths = tuple(0 if config.output_shape else config.max_sequence_length for config in configs)
@@ -382,7 +385,7 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_anchor", "_launches", "_ledger", "_groups", "_shelf", "_number"):
+        for derived in ("_anchor", "_launches", "_usual", "_ledger", "_groups", "_shelf", "_number"):
             del state[derived]
         return state
 

@@ -16,17 +16,20 @@ from torch.autograd import forward_ad
 
 from . import max_pool, ops
 from .backends import Csr, Policy, select
-from .once import differentiable_once
 from .zero_pages import zero_pages
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# asked in every call, of which nothing may be in the CPU's caches
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_is_tracing: Any = torch._C._is_tracing
+_are_transforms_active: Any = torch._C._are_functorch_transforms_active
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
     """Whether ops must be left to torch's dispatcher: something traces them, or overrides tensors."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or _dispatch_modes():
         return True
-    if torch._C._is_tracing():
+    if _is_tracing():
         raise NotImplementedError(
             "torch.jit.trace would take the number of ids and bags for constants: use torch.export or torch.compile"
         )
@@ -38,7 +41,7 @@ def is_watched(*tensors: Tensor | None) -> bool:
 
 def is_transformed() -> bool:
     """Whether tensors may be wrapped by `torch.func` or carry tangents: Functions must see them, the host must not."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _are_transforms_active() or forward_ad._current_level >= 0
 
 
 def call(function: Any, *arguments: Any) -> Any:
@@ -197,44 +200,6 @@ class CoefficientGrad(torch.autograd.Function):
             flat = row_grad(grad, upstream, features, ids, offsets, scale, ctx.layout, tables)
             table_grads = ops.views_of(flat, ctx.shapes, ctx.layout.starts)
         return grad_grad, None, None, None, None, None, None, *table_grads
-
-
-class LookupForUpdate(torch.autograd.Function):
-    """`torch.ops.embedfuse.lookup_for_update`: the tables get no gradient, the ledger a record."""
-
-    @staticmethod
-    def forward(
-        anchor: Tensor, weights: Tensor | None, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor,
-        layout: Layout,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return ops.look_up_for_update(
-            table, features, ids, offsets, weights, layout.bags, layout.width, layout.normalised, layout.policy,
-            layout.owner,
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _anchor, weights, table, features, ids, offsets, layout = inputs
-        ctx.layout = layout
-        ctx.mark_non_differentiable(output[1])
-        kept = table if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(weights, kept, features, ids, offsets, output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @differentiable_once(
-        'lookups whose tables an optimizer steps cannot be differentiated twice: use update="autograd"'
-    )
-    def backward(ctx: Any, grad: Tensor | None, _scale_grad: Any) -> Any:
-        weights, table, features, ids, offsets, scale = ctx.saved_tensors
-        if grad is None:
-            return (None,) * 7
-        weights_grad = ops.finish_backward(
-            grad, table, features, ids, offsets, weights, scale, ctx.layout.bags, ctx.needs_input_grad[1],
-            ctx.layout.owner, False,
-        )  # fmt: skip
-        # the anchor only brings autograd here
-        return None, weights_grad, None, None, None, None, None
 
 
 @looped

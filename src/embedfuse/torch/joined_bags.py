@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..config import FeatureConfig
 from .bags import Bags, joined
-from .layout import Part
+from .layout import Assembled
 
 
 class JoinedBags:
@@ -130,6 +130,7 @@ class Joinable(NamedTuple):
     """What a collection says of `JoinedBags`: its features, and why they cannot be joined, if they cannot."""
 
     names: tuple[str, ...]
+    dims: list[int]
     reason: str | None
 
 
@@ -142,26 +143,28 @@ def joinable(leaves: Sequence[tuple[str, FeatureConfig]], groups: int) -> Joinab
                 "JoinedBags are for features with one output row a bag, and not with `max_sequence_length` or "
                 f"`output_shape`, got {name!r}"
             )
-    return Joinable(tuple(name for name, _ in leaves), reason)
+    return Joinable(tuple(name for name, _ in leaves), [config.table.dim for _, config in leaves], reason)
 
 
-def parts_of_joined(joined: JoinedBags, own: Joinable) -> list[Part]:
-    """The features of the one launch that there is.
+def assemble_joined(joined: JoinedBags, own: Joinable, weights_dtype: torch.dtype) -> Assembled:
+    """All features of the one launch that there is.
 
     Raises:
         ValueError: a collection whose features cannot be joined, or other features than the collection's.
     """
+    ids, offsets, weights = joined._bags.ids, joined._bags.offsets, joined._bags.weights
     count = len(own.names)
-    if joined.names not in (own.names, count):
+    if joined.names != count and joined.names != own.names:
         raise ValueError(
             f"`inputs` must have the features of the collection in their order, {list(own.names)}, got "
             f"{joined.names if isinstance(joined.names, int) else list(joined.names)}"
         )
     if own.reason is not None:
         raise ValueError(f"{own.reason}: give one `Bags` for each feature, as `joined.split()` makes")
+    if weights is not None:
+        weights = weights.to(weights_dtype).contiguous()
     # not len(): it would fix the batch size in a compiled graph
-    bags = (joined.offsets.shape[0] - 1) // count
-    return [Part(joined.ids, joined.offsets, joined.weights, bags, 1, (bags,), joined=True)] * count
+    return ids.contiguous(), offsets.contiguous(), weights, (offsets.shape[0] - 1) // count
 
 
 torch.serialization.add_safe_globals([JoinedBags])

@@ -36,7 +36,10 @@ class Part(NamedTuple):
     shape: tuple[int, ...]  # of the output, without dim
     is_sequence: bool = False  # with ids of -1 where a bag has no more
     inside: Tensor | None = None  # bool [bags, copies], of a sequence: which places are before the end of their bag
-    joined: bool = False  # whether the tensors are those of all features of the launch
+
+
+Assembled = tuple[Tensor, Tensor, Tensor | None, int]
+"""All features of a launch: `ids [N]`, `offsets [F * B + 1]`, `weights [N]` or None, and B."""
 
 
 @dataclass(eq=False)
@@ -221,21 +224,15 @@ def _refuse_weights(name: str, bags: Bags) -> None:
 
 def forms_of(parts: Sequence[Part]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     """What a launch is planned by: for each feature its copies, and whether they are places of a sequence."""
-    if parts[0].joined:
-        return (1,) * len(parts), (False,) * len(parts)
     return tuple([part.copies for part in parts]), tuple([part.is_sequence for part in parts])
 
 
-def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """All features of a launch as `ids [N]`, `offsets [F * B + 1]`, `weights [N]` or None, and B.
+def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> Assembled:
+    """All features of a launch.
 
     A feature with fewer bags than the largest is filled up with empty ones.
     """
-    first, bags = parts[0], parts[0].bags
-    if first.joined:
-        weights = None if first.weights is None else first.weights.to(weights_dtype).contiguous()
-        assert first.offsets is not None
-        return first.ids.contiguous(), first.offsets.contiguous(), weights, bags
+    bags = parts[0].bags
     if any(part.bags != bags for part in parts):
         bags = max(part.bags for part in parts)
     kinds = {part.ids.dtype for part in parts}

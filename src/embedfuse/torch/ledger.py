@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from .compiling import constant_in_graphs
 from .layout import Launch, unfolded
 from .tables import Arena
 
+_CAN_BE_MANY = torch.distributed.is_available()
 MOST_UNUSED = 1000
 """Records that may wait although no optimizer exists to use them."""
 
@@ -65,7 +67,7 @@ class Ledger:
     """The records of one collection that wait for `optimizer.step()`. Lives as long as the collection.
 
     Attributes:
-        check: called before each training lookup of a group; raises if it cannot be right.
+        update: the collection's.
         learns: for each table of a group, whether it is to learn now.
         on_backward: what to do with a record at once (`update="backward"`); None keeps it.
         optimizer: whoever will use the records.
@@ -73,7 +75,7 @@ class Ledger:
         current: groups looked up since their rows changed last (the same).
     """
 
-    check: Callable[..., None]
+    update: str
     learns: Callable[[int], tuple[bool, ...]]
     records: list[Record] = field(default_factory=list)
     on_backward: Callable[[Record], None] | None = None
@@ -81,6 +83,27 @@ class Ledger:
     waiting: set[int] = field(default_factory=set)
     current: set[int] = field(default_factory=set)
     warned: bool = False
+
+    def check(self, group: int = 0) -> None:
+        """Before each training lookup of a group: raises RuntimeError if it cannot be right."""
+        if _CAN_BE_MANY and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise RuntimeError(
+                f"update={self.update!r} changes the tables of this process only, and "
+                f"{torch.distributed.get_world_size()} processes hold copies of them, which would drift apart: use "
+                'update="autograd" with DistributedDataParallel and a torch optimizer'
+            )
+        if self.update == "backward":
+            if self.on_backward is None:
+                raise RuntimeError(
+                    'update="backward" needs its optimizer before the first training lookup: create '
+                    "FusedOptimizer(collection)"
+                )
+            if group in self.waiting:
+                raise RuntimeError(
+                    'update="backward" cannot be right here: the tables were looked up again before backward of the '
+                    'last lookup ran, so their rows would be updated twice. Use update="step"; evaluate under '
+                    "torch.no_grad(); or call `discard()` if that backward will never run"
+                )
 
     def opened(self, group: int = 0) -> None:
         """Counts a lookup whose backward is to come."""
@@ -206,6 +229,20 @@ def register(slot: Slot) -> int:
     number = next(_numbers)
     _slots[number] = slot
     return number
+
+
+class Known(NamedTuple):
+    """A slot, and what a lookup needs of it."""
+
+    number: int
+    launch: Launch
+    slot: Slot
+    weakly: "weakref.ref[Slot]"
+
+    @classmethod
+    def of(cls, slot: Slot) -> "Known":
+        """Registered."""
+        return cls(register(slot), slot.launch, slot, weakref.ref(slot))
 
 
 def find(number: int) -> Slot | None:

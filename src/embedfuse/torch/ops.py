@@ -93,21 +93,6 @@ def look_up(
         raise IndexError(slot.bad_id(ids, offsets, bags, error.position)) from None
 
 
-def look_up_for_update(
-    table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int, width: int,
-    normalised: bool, policy: Policy, owner: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`look_up`, told to the ledger that will get the gradient; the ledger may refuse."""
-    slot = ledger.find(owner)
-    if slot is not None:
-        slot.ledger.check(slot.group)
-    found = look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
-    if slot is not None:
-        # after the lookup: one that raises has no backward to wait for
-        slot.ledger.opened(slot.group)
-    return found
-
-
 def _buffer(known: Tensor, owner: int) -> Tensor:
     """The buffer of the owner's tables; the one a graph was compiled with is dead once they have moved."""
     slot = ledger.find(owner)
@@ -130,35 +115,48 @@ def _lookup_for_update(
     anchor: Tensor, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int,
     width: int, normalised: bool, policy: Policy, owner: int, call: int, compiled: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    table = _buffer(table, owner)
-    return look_up_for_update(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
-
-
-def finish_backward(
-    grad: Tensor, table: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
-    scale: Tensor, bags: int, weights_need_grad: bool, owner: int, compiled: bool,
-) -> Tensor | None:  # fmt: skip
-    """Hands a lookup whose backward runs to its ledger; returns the gradient of the weights.
-
-    It comes first: in `"backward"` mode the rows change now.
-    """
-    csr = Csr(ids, offsets, weights, bags)
-    weights_grad = None
-    if weights_need_grad and table is not None:
-        weights_grad = select(table.device, table.dtype).coefficient_grad(table, features, csr, scale, grad)
-    slot = ledger.find(owner)
+    slot, table = ledger.find(owner), _buffer(table, owner)
     if slot is not None:
-        owned = compiled and slot.ledger.on_backward is None
-        if owned:
-            # a compiled graph reuses the memory of what it thinks no longer needed
-            csr = Csr(ids.clone(), offsets.clone(), None if weights is None else weights.clone(), bags)
-            scale, grad = scale.clone(), grad.clone()
-        slot.ledger.add(ledger.Record(slot.group, slot.launch, csr, scale, grad, owned))
-    else:
+        slot.ledger.check(slot.group)
+    found = look_up(table, features, ids, offsets, weights, bags, width, normalised, policy, owner)
+    if slot is not None:
+        # after the lookup: one that raises has no backward to wait for
+        slot.ledger.opened(slot.group)
+    return found
+
+
+def hand_over(
+    slot: "ledger.Slot | None", csr: Csr, scale: Tensor, grad: Tensor, features: Tensor, table: Tensor | None,
+    compiled: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Gives a lookup whose backward runs to its ledger.
+
+    Args:
+        slot: the ledger's, and the lookup's; None if the collection is gone.
+        csr: what was looked up.
+        scale: of the bags.
+        grad: of the lookup's result.
+        features: what it read `table` by; the launch may have moved on.
+        table: the buffer, if the weights want a gradient, which is returned.
+        compiled: whether a compiled graph calls this.
+    """
+    if slot is None:
         raise RuntimeError(
             "backward came to a lookup whose EmbeddingCollection is gone, so nobody can use the gradient: keep the "
             'collection until backward, or use update="autograd" inside of torch.func transforms'
         )
+    weights_grad = None
+    if table is not None:
+        # first, since in "backward" mode the rows change now
+        backend = select(table.device, table.dtype)
+        weights_grad = backend.coefficient_grad(table, features, csr, scale, grad)
+    owned = compiled and slot.ledger.on_backward is None
+    if owned:
+        # a compiled graph reuses the memory of what it thinks no longer needed
+        ids, offsets, weights, bags = csr
+        csr = Csr(ids.clone(), offsets.clone(), None if weights is None else weights.clone(), bags)
+        scale, grad = scale.clone(), grad.clone()
+    slot.ledger.add(ledger.Record(slot.group, slot.launch, csr, scale, grad, owned))
     return weights_grad
 
 
@@ -166,9 +164,9 @@ def _finish_backward(
     anchor: Tensor, grad: Tensor, table: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor,
     weights: Tensor | None, scale: Tensor, bags: int, weights_need_grad: bool, owner: int, call: int, compiled: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    weights_grad = finish_backward(
-        grad, table, features, ids, offsets, weights, scale, bags, weights_need_grad, owner, compiled
-    )
+    csr = Csr(ids, offsets, weights, bags)
+    table = table if weights_need_grad else None
+    weights_grad = hand_over(ledger.find(owner), csr, scale, grad, features, table, compiled)
     return torch.zeros_like(anchor), grad.new_empty(0) if weights_grad is None else weights_grad
 
 

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..optim import Optimizer, from_description, resolve
+from ..optim import Optimizer, resolve
 from . import update
 from .learning_rates import LearningRates
 from .ledger import Record, learning
 from .pending import PendingGradient
+from .saved_settings import settings_in
 from .state import GroupState, ordinary_tensors
 from .step_hooks import with_hooks
 from .stepped_tables import collections_of, names_of, optimizer_of, seed_of
+from .usual_step import UsualStep
 
 _GRAD = operator.attrgetter("grad")
 
@@ -90,6 +92,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for number, states in enumerate(self._states)
         ]
         self._pending = PendingGradient.of(self._waiting, self._drop)
+        self._usual: dict[GroupState, UsualStep | None] = {}
         self._seen: list[nn.Parameter] = []
         self._changes: list[int] = []
         super().__init__(groups, {})
@@ -133,17 +136,38 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        record, rates = self._only_record(), None
+        if record is not None:
+            usual = self._usual.get(self._states[0][0])
+            if usual is not None:
+                self._check([record])
+                rates = self._rates.now(self.param_groups)
+                if usual.again(record, rates):
+                    self._drop()
+                    return
         self._settle()
         waiting = self._waiting()
         self._check(waiting)
-        rates = self._rates.now(self.param_groups)
+        # once for a step, since they may be functions that count
+        rates = self._rates.now(self.param_groups) if rates is None else rates
         grad_scale, skip = self._scaling(waiting)
         every = [self._work(*one, rates) for one in self._by_group()]
         # up to here nothing has changed, should anything have been refused
         for work in every:
             if work is not None:
                 _run(work, grad_scale, skip)
+        if record is not None and every[0] is not None:
+            self._usual[every[0].state] = UsualStep.of(every[0].state, record, rates)
         self._drop()
+
+    def _only_record(self) -> Record | None:
+        """What waits, if it is one lookup of the only tables that there are, and nothing scales its gradient."""
+        if len(self._states) != 1 or len(self._states[0]) != 1 or self._pending.marker is not None:
+            return None
+        records, mine = self._collections[0]._ledger.records, self.__dict__
+        if len(records) != 1 or mine.get("grad_scale") is not None or mine.get("found_inf") is not None:
+            return None
+        return records[0]
 
     def _work(self, number: int, group: int, records: list[Record], rates: list[float]) -> _Work | None:
         learns = learning(records)
@@ -157,10 +181,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         # the optimizer lives as long as the tables: nobody else can give them their gradient
         def apply(record: Record) -> None:
             with ordinary_tensors():
+                usual, rates = self._usual.get(self._states[number][record.group]), None
+                if usual is not None:
+                    rates = self._rates.now(self.param_groups)
+                    if usual.again(record, rates):
+                        return
                 self._settle()
-                work = self._work(number, record.group, [record], self._rates.now(self.param_groups))
+                rates = self._rates.now(self.param_groups) if rates is None else rates
+                work = self._work(number, record.group, [record], rates)
                 if work is not None:
                     _run(work, None, None)
+                    self._usual[work.state] = UsualStep.of(work.state, record, rates)
 
         return apply
 
@@ -327,7 +358,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = [name for name, *_ in self._tables()]
         if sorted(given) != sorted(names):
             raise ValueError(f"`state_dict` must hold the tables {sorted(names)}, got {sorted(given)}")
-        settings = self._settings_in(state_dict["param_groups"])
+        names_in = [self._names_in(number) for number in range(len(self._optimizers))]
+        settings = settings_in(state_dict["param_groups"], self._optimizers, names_in)
         for name, _, state, index in self._tables():
             targets = {slot: state.view(index, slot) for slot in state.names(index)} | {"step": state.steps[index]}
             if given[name].keys() != targets.keys():
@@ -343,38 +375,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _names_in(self, number: int) -> list[str]:
         return [self._names[key] for key, group in self._group_of.items() if group == number]
-
-    def _settings_in(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """For each of our groups, what the saved groups of its tables say."""
-        if not any("tables" in group for group in groups) and len(groups) == len(self._optimizers):
-            # of an earlier version, which went by position
-            groups = [{**group, "tables": self._names_in(number)} for number, group in enumerate(groups)]
-        saved = {name: group for group in groups for name in group.get("tables", ())}
-        missing = sorted(set(self._names.values()) - saved.keys())
-        if missing:
-            raise ValueError(
-                f"`state_dict` must say in `param_groups` which tables each is of, got none with {missing}"
-            )
-        found = []
-        for number, mine in enumerate(self._optimizers):
-            names = self._names_in(number)
-            for name in names:
-                kind = type(from_description(saved[name]["description"]))
-                if kind is not type(mine):
-                    raise ValueError(
-                        f"`state_dict` must be of the same optimizers, got {kind.__name__} for table {name!r}, where "
-                        f"this one has {type(mine).__name__}"
-                    )
-            own = [{k: v for k, v in saved[n].items() if k not in ("description", "tables")} for n in names]
-            for name, settings in zip(names, own, strict=True):
-                if settings != own[0]:
-                    raise ValueError(
-                        f"tables {names[0]!r} and {name!r} must have been saved with the same learning rate, as they "
-                        f"have one optimizer here, got {own[0]['lr']} and {settings['lr']}: give them optimizers that "
-                        "differ, or set both to one learning rate before saving"
-                    )
-            found.append(own[0])
-        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FusedOptimizer":
         """An optimizer over copies of the modules, the same ones if they are copied along; no gradients wait for it."""

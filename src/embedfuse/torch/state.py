@@ -51,6 +51,7 @@ class GroupState:
         slots: all slots of all tables, flat, float32 (float64 for float64 tables).
         steps: int64 `[T]`: optimizer steps each table has made.
         hyper: float64 `[T, HYPER_WIDTH]`.
+        learning_rates: of `hyper`, one for each table; a new list whenever it changes.
 
     Args:
         seeds: of stochastic rounding, one for each table; 0 for none.
@@ -77,12 +78,13 @@ class GroupState:
         self._masks: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
         self._by_mode: dict[tuple[bool, ...], dict[str, Tensor]] = {}
         self._updates: list[Update] = []
+        self.latest: Update | None = None  # the one that `update_of` gave last
         arena.followers.add(self)
         self._start()
 
     def forget(self) -> None:
         """Drops updates, whose tensors are replaced; the arena's buffer, that of before, may be most of a device."""
-        self._updates = []
+        self._updates, self.latest = [], None
 
     def _start(self) -> None:
         buffer = self.arena.buffer
@@ -90,7 +92,7 @@ class GroupState:
         self.slots = zeros(self._total, accumulation_dtype(buffer.dtype), buffer.device)
         self.steps = torch.zeros(len(self.optimizers), dtype=torch.int64, device=buffer.device)
         self.hyper = torch.zeros((0, 0), dtype=torch.float64, device=buffer.device)
-        self._learning_rates: list[float] = []
+        self.learning_rates: list[float] = []
         for number, optimizer in enumerate(self.optimizers):
             for slot in optimizer.slots():
                 self.view(number, slot.name).fill_(slot.initial)
@@ -128,7 +130,7 @@ class GroupState:
         Raises:
             ValueError: a learning rate that cannot be.
         """
-        if self._learning_rates == learning_rates:
+        if self.learning_rates == learning_rates:
             return None
         return [
             (*optimizer.hyper(rate)[:ROUNDING_SEED], float(seed))
@@ -147,7 +149,7 @@ class GroupState:
         else:
             self.hyper = fresh.to(self.slots.device, non_blocking=True)
             self.forget()
-        self._learning_rates = list(learning_rates)
+        self.learning_rates = list(learning_rates)
 
     def masked(self, learns: Sequence[bool]) -> tuple[Tensor, Tensor]:
         """Table descriptors with FROZEN for tables that do not learn, and int64 `[T]` ones for those that do."""
@@ -175,6 +177,7 @@ class GroupState:
         """
         for update in self._updates:
             if update.features is features and update.tables is tables and update.counted is counted:
+                self.latest = update
                 return update
         update = Update(
             self.arena.buffer, features, tables, self.rules, self.slots, self.hyper, self.steps, counted=counted,
@@ -183,6 +186,7 @@ class GroupState:
         # several lookups that are joined have features of their own
         self._updates[MOST_FORMS - 1 :] = []
         self._updates.insert(0, update)
+        self.latest = update
         return update
 
 

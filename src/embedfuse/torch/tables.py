@@ -14,6 +14,9 @@ from ..config import TableConfig
 from ..plan import T_OFFSET, PlannedTable, plan_group
 from .native import EXCHANGE, NATIVE
 
+LEARN = 2
+"""What `Arena.state` gives of tables that are in order, if any of them learn."""
+
 
 class Tables(nn.Module):
     """Tables by name. A dict-like holder; unlike `nn.ParameterDict` it allows the names of its methods, as "items"."""
@@ -188,9 +191,29 @@ class Arena:
         # a transposed view of the same memory holds other rows
         return list(map(Tensor.stride, tables)) == self._steps
 
+    def state(self) -> int:
+        """0 unless the tables are the collection's and all lie where the descriptors say, else whether any learn.
+
+        Asked in every step: 0 also if nobody knows yet.
+        """
+        tables = self._tables
+        if self._planned is None or self._seen != tables._changes or not self._holds_all:
+            return 0
+        found: int = self._planned.hold_own(tables._parameters, tables._own, self.buffer)
+        return found
+
+    def is_settled(self) -> bool:
+        """Whether the tables are the collection's, and all lie where the descriptors say."""
+        return self.state() != 0 or (self.is_own() and self.is_whole())
+
+    def learns(self) -> bool:
+        """Whether any table does."""
+        parameters = self.parameters
+        return parameters[0].requires_grad or any(table.requires_grad for table in parameters)
+
     def settled(self) -> Tensor:
         """The buffer, after gathering what does not lie in it."""
-        if not (self.is_own() and self.is_whole()):
+        if not self.is_settled():
             self.gather()
         return self.buffer
 

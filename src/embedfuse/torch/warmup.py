@@ -173,7 +173,7 @@ def _number_rows_alike(double: EmbeddingCollection, collection: EmbeddingCollect
     for own, real in zip(double._groups, collection._groups, strict=True):
         shifts.append(sum(rows for rows, _ in real.arena.shapes) - len(own.arena.shapes))
         own.arena.descriptors[:, T_ROW_BASE] += shifts[-1]
-    for (number, *_), (_, launch, _) in double._launches.items():
+    for (number, *_), (_, launch, *_) in double._launches.items():
         launch.features[:, ROW_BASE] += shifts[number]
         if launch.cut is not None:
             launch.cut[:, T_ROW_BASE] += shifts[number]

@@ -266,6 +266,11 @@ def use_backend(name: Name) -> contextlib.AbstractContextManager[None]:
     return _restoring(previous)
 
 
+def chosen() -> str:
+    """The name that `use_backend` or the environment chose."""
+    return _chosen
+
+
 def select(device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend for tables of `dtype` on `device`; raises NotImplementedError if the chosen one cannot serve."""
     if _chosen != "auto":

@@ -74,6 +74,12 @@ def flag(device: torch.device) -> Tensor:
     return _word(device).flag
 
 
+def reported(device: torch.device) -> Tensor:
+    """The same; raises first what earlier kernels wrote, see `report`."""
+    report(device)
+    return flag(device)
+
+
 def report(device: torch.device, wait: bool = False) -> None:
     """Raises if an earlier lookup on `device` is known to have had a bad id; then forgets it.
 

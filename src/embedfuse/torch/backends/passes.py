@@ -9,16 +9,14 @@ from ...plan import FROZEN
 from . import Csr, Update
 from .absent_rows import fill_absent
 from .descriptor_facts import WIDE_WORD, TableFacts, known_columns
-from .issuing import Issuer, Now
-from .launching import HOST, device_of, unwatched
-from .program import Program, write_down
+from .issuing import Issuer
+from .program import Program
+from .programs import issued
 from .sorted_runs import INT32, Given, Order, Sorter, last_element
 from .summed_runs import STORE_SUMS, Summer, Sums, Target
 
 MOST = 1024
 """Entries that are kept for a group of tables: a transposed gradient has a stride for each size of a batch."""
-PROGRAMS = 64
-"""The most programs of a kind: numbers of ids have a dozen limits on whose sides launches differ."""
 
 
 class Batch(NamedTuple):
@@ -78,25 +76,7 @@ class Passes:
 
     def __call__(self, batch: Batch) -> Program | None:
         """Launches all for one batch, on the current device; returns the program that does it next time."""
-        index, _ = device_of(batch.grad)
-        if index == HOST or not unwatched():
-            self._issue(batch, Now(batch.grad))
-            return None
-        left_to_python = False
-        for program in self.programs:
-            done = program(batch)
-            if done:
-                return program
-            left_to_python |= done is None
-        self._issue(batch, Now(batch.grad))
-        if left_to_python:
-            return None
-        written = write_down(batch, index, self._issue, self._ask)
-        if written is not None:
-            if len(self.programs) >= PROGRAMS:
-                self.programs.clear()
-            self.programs.append(written)
-        return written
+        return issued(self.programs, batch, batch.grad, self._issue, self._ask)
 
     def _issue(self, batch: Batch, to: Issuer) -> None:
         facts, pointer = self.sorter.facts, to.pointer

@@ -110,6 +110,7 @@ class Trace:
         self._count = len(given)
         self.given = [self._thing(number, thing) for number, thing in enumerate(given)]
         self._size: Traced = self._constant(0)
+        self._has_memory = False
 
     def _thing(self, number: int, thing: Any) -> Any:
         found = NATIVE.fields(thing)
@@ -154,15 +155,15 @@ class Trace:
     ) -> None:  # fmt: skip
         """See `Issuer`."""
         # not there before its first call, or if only Triton can launch it
-        if launcher.known is None or len(grid) != 1:
+        if launcher.known is None:
             raise NotTraced
         self._launchers[len(self._steps)] = launcher
-        self._steps.append((launcher.known, self._constant(grid[0]).place, self._places(*pointers, *numbers), aside))
+        self._steps.append((launcher.known, self._places(*grid), self._places(*pointers, *numbers), aside))
 
     def own(self, function: int, blocks: Any, threads: int, arguments: tuple[Any, ...], together: bool = False) -> int:
         """See `Issuer`."""
         places = self._places(*arguments)
-        self._steps.append((function, self._constant(blocks).place, places, driver_address(), threads, together))
+        self._steps.append((function, self._places(blocks), places, driver_address(), threads, together))
         return 0
 
     def _places(self, *values: Any) -> tuple[int, ...]:
@@ -179,7 +180,7 @@ class Trace:
 
     def memory(self, size: Any, starts: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
         """See `Issuer`."""
-        self._size = self._constant(size)
+        self._size, self._has_memory = self._constant(size), True
         # what follows from it is never asked for
         base = self._noted(GIVEN, FIELDS * self._count, 0, 0)
         return [base + start for start in starts]
@@ -204,17 +205,18 @@ class Trace:
         """What was written down; if not `whole`, only which batches it is of."""
         steps = self._steps if whole else []
         native = NATIVE.Program(self._count, self._values, self._guards, self._size.place, steps)
-        return Program(native, steps, self._launchers, self.device, self._kept)
+        return Program(native, steps, self._launchers, self.device, self._kept, self._has_memory)
 
 
 class Program:
     """What `Trace` wrote down."""
 
     def __init__(
-        self, native: Any, steps: list[Any], launchers: dict[int, Launcher], index: int, kept: list[Tensor]
-    ) -> None:
+        self, native: Any, steps: list[Any], launchers: dict[int, Launcher], index: int, kept: list[Tensor],
+        has_memory: bool,
+    ) -> None:  # fmt: skip
         self._native, self._length, self._launchers = native, len(native), launchers
-        self._index, self._kept = index, kept
+        self._index, self._kept, self._has_memory = index, kept, has_memory
         self._forks = True in steps
         self._aside = {number for number in launchers if steps and steps[number][-1]}
 
@@ -224,29 +226,40 @@ class Program:
         Args:
             given: tensors and numbers, as `write_down` was given.
         """
-        native, length, index = self._native, self._length, self._index
+        native, index = self._native, self._index
         if current_device() != index:
             return False
-        size = native.bytes(given)
-        if size < 0:
-            return False
-        if length == 0:
-            return None
+        if self._length == 0:
+            return False if native.bytes(given) < 0 else None
         side = side_of(index) if self._forks else None
         beside = _NONE if side is None else side.beside
         stream = raw_stream(index)
+        if not self._has_memory:
+            done = native.run_alone(given, index, stream, beside)
+            if 0 <= done < self._length:
+                self._finish(done, given, 0, stream, side)
+            return bool(done >= 0)
+        size = native.bytes(given)
+        if size < 0:
+            return False
         address = allocate(size, stream)
         try:
             done = native.run(given, address, index, stream, beside, 0)
-            while done < length:
-                # it was not compiled for such a call yet
-                own = side.stream if side is not None and done in self._aside else None
-                grid, pointers, numbers = native.arguments(given, address, done)
-                self._launchers[done](grid, pointers, numbers, index, own)
-                done = native.run(given, address, index, stream, beside, done + 1)
+            if done < self._length:
+                self._finish(done, given, address, stream, side)
         finally:
             release(address)
         return True
+
+    def _finish(self, done: int, given: tuple[Any, ...], address: int, stream: int, side: Any) -> None:
+        """Issues launches from number `done` on, which was not compiled for such a call yet."""
+        native, index = self._native, self._index
+        while done < self._length:
+            own = side.stream if side is not None and done in self._aside else None
+            grid, pointers, numbers = native.arguments(given, address, done)
+            self._launchers[done](grid, pointers, numbers, index, own)
+            beside = _NONE if side is None else side.beside
+            done = native.run(given, address, index, stream, beside, done + 1)
 
 
 def write_down(given: Any, index: int, issue: Any, ask: Any = None) -> Program | None:

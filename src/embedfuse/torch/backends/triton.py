@@ -9,7 +9,6 @@ tests.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,9 +23,10 @@ from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_
 from .absent_rows import zeros_come_later
 from .compact import compact_row_grad
 from .descriptor_facts import TableFacts, alignment, feature_facts, rows_align, table_facts
-from .launching import device_of, launch, on_device, unwatched
-from .lookup_launch import Lookup
-from .passes import PROGRAMS, Batch, passes_of
+from .launching import launch, on_device
+from .lookup_launch import LookupBatch, Lookups
+from .passes import Batch, passes_of
+from .programs import MOST, run
 from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, grad_align
 
 try:
@@ -48,7 +48,7 @@ class TritonBackend:
     """Fills in `Backend`. Tile sizes come from `configs.py`; the arguments replace them, for tests and benchmarks.
 
     Args:
-        lookup: `(widest, mean length of a bag) → LookupConfig`.
+        lookup: `(widest, whether bags are short) → LookupConfig`.
         update: `widest → UpdateConfig`.
     """
 
@@ -56,7 +56,7 @@ class TritonBackend:
 
     def __init__(
         self,
-        lookup: Callable[[int, float], configs.LookupConfig] = configs.lookup_config,
+        lookup: Callable[[int, bool], configs.LookupConfig] = configs.lookup_config,
         update: Callable[[int], configs.UpdateConfig] = configs.update_config,
     ) -> None:
         self._lookup_config, self._update_config = lookup, update
@@ -79,32 +79,28 @@ class TritonBackend:
         self, table: Tensor, features: Tensor, csr: Csr, width: int, normalised: bool, policy: Policy
     ) -> tuple[Tensor, Tensor]:
         """See `Backend`. On a GPU, `policy="raise"` reports at a later call, see `device_errors.py`."""
-        count = features.shape[0]
-        out = table.new_empty((csr.bags, width))
-        scale = table.new_empty(count * csr.bags, dtype=torch.float32) if normalised else _no_scale(table.device)
-        if csr.bags == 0 or count == 0:
-            return out, scale
-        csr = _contiguous(csr)
-        facts = feature_facts(features)
-        config = self._lookup_config(facts.widest, csr.ids.shape[0] / (count * csr.bags))
-        check = policy == "raise"
-        kind = (
-            table.dtype, csr.ids.dtype, csr.weights is not None, normalised, check, alignment(facts.columns, width)
-        )  # fmt: skip
-        found: Lookup | None = facts.lookups.get((kind, id(config)))
-        if found is None:
-            # the lookup keeps `config`, and with it its id
-            found = facts.lookups[kind, id(config)] = Lookup.of(config, facts, *kind)
-        device, pointer = device_of(table)
-        with on_device(table.device), _checking(table.device, policy) as bad:
-            found.launcher(
-                (count * configs.ceil_div(csr.bags, found.bags), found.blocks), (
-                    pointer(table), pointer(features), pointer(csr.ids), pointer(csr.offsets),
-                    None if csr.weights is None else pointer(csr.weights), pointer(out),
-                    pointer(scale) if normalised else None, None if bad is None else pointer(bad),
-                ), (csr.bags, width), device,
-            )  # fmt: skip
+        if features.shape[0] == 0:
+            return table.new_empty((csr.bags, width)), table.new_empty(0, dtype=torch.float32)
+        lookups = self.lookups(features)
+        # nearly always, and without all that follows
+        found = lookups.again(table, features, csr, width, normalised, policy)
+        if found is not None:
+            return found
+        out, scale = lookups.made(table, csr.bags, width, normalised)
+        if csr.bags != 0:
+            ids, offsets, weights, bags = _contiguous(csr)
+            scales = scale if normalised else None
+            with on_device(table.device), _checking(table.device, policy) as bad:
+                lookups(LookupBatch(table, features, ids, offsets, weights, out, scales, bad, bags, width))
         return out, scale
+
+    def lookups(self, features: Tensor) -> Lookups:
+        """What launches lookups of these features."""
+        facts = feature_facts(features)
+        found: Lookups | None = facts.lookups.get(self._lookup_config)
+        if found is None:
+            found = facts.lookups[self._lookup_config] = Lookups(self._lookup_config, facts, features)
+        return found
 
     def max_lookup(
         self, table: Tensor, features: Tensor, csr: Csr, width: int, policy: Policy
@@ -212,17 +208,18 @@ class TritonBackend:
 
     def row_update(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> None:
         """See `Backend`."""
-        if update.programs and unwatched():
-            batch = Batch.stepping(update, csr, scale, grad)
-            for program in update.programs:
-                if program(batch):
-                    return
+        if self.row_update_again(update, csr, scale, grad):
+            return
         facts = table_facts(update.tables)
         if facts.rules == {FROZEN}:
             count(update)
             return
         target = Target(STEP_ROWS, update.table, facts.starts, update)
         self._sum_by_row(target, update.features, update.tables, csr, scale, grad, facts=facts)
+
+    def row_update_again(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> bool:
+        """`row_update`, if there was such a batch before; else False, and nothing is done."""
+        return update.programs is not None and run(update.programs, Batch.stepping(update, csr, scale, grad))
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
@@ -297,14 +294,7 @@ class TritonBackend:
         programs = None if target.update is None else target.update.programs
         if program is not None and programs is not None and program not in programs:
             programs.insert(0, program)
-            del programs[PROGRAMS:]
-
-
-@cache
-def _no_scale(device: torch.device) -> Tensor:
-    # one for all: it can hold nothing, and making it costs the host as much as the launch of a kernel
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.float32, device=device)
+            del programs[MOST:]
 
 
 def _contiguous(csr: Csr) -> Csr:
@@ -334,8 +324,7 @@ _UNCHECKED = contextlib.nullcontext()
 @contextlib.contextmanager
 def _reporting(device: torch.device) -> Iterator[Tensor]:
     if device.type == "cuda":
-        device_errors.report(device)
-        yield device_errors.flag(device)
+        yield device_errors.reported(device)
     else:
         word = torch.zeros(1, dtype=torch.int64)
         yield word

@@ -1,0 +1,85 @@
+"""A lookup of `JoinedBags` like the ones before, of which the host asks as little as can be.
+
+A small batch takes the host longer than the device, and most of that time are questions whose answers never change, all
+the more straight after other work, when nothing of them is in the CPU's caches. So a collection keeps what a lookup on
+a GPU has found out, and of the next batch asks only whether it still holds.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
+
+from .backends import Csr, Policy, chosen, select
+from .functions import is_transformed, is_watched
+from .joined_bags import JoinedBags
+from .ledger import Known
+from .tables import LEARN, Arena
+from .training_lookup import Training, apply
+
+grad_enabled: Any = torch.is_grad_enabled
+
+
+@dataclass(eq=False, slots=True)
+class UsualLookup:
+    """What lookups of a collection have in common. Made anew when its tables have moved."""
+
+    arena: Arena
+    known: Known
+    count: int  # of features
+    names: tuple[str, ...]
+    anchor: Tensor
+    trains: bool  # whether lookups of tables that learn are for an optimizer
+    backend: str  # that was chosen
+    features: Tensor
+    lookups: Any  # of the features, by a backend
+
+    @classmethod
+    def of(
+        cls, arena: Arena, known: Known, names: tuple[str, ...], anchor: Tensor, update: str
+    ) -> "UsualLookup | None":
+        """None where a backend's own time is what counts, or ids must be prepared first."""
+        buffer, launch = arena.buffer, known.launch
+        lookups = getattr(select(buffer.device, buffer.dtype), "lookups", None)
+        if lookups is None or launch.has_defaults:
+            return None
+        features = launch.features
+        return cls(
+            arena, known, len(names), names, anchor, update != "autograd", chosen(), features, lookups(features)
+        )  # fmt: skip
+
+    def again(self, joined: JoinedBags, policy: Policy) -> Tensor | None:
+        """The lookup; None, and nothing is done, if anything at all is different."""
+        bags, known, arena = joined._bags, self.known, self.arena
+        ids, offsets, weights = bags.ids, bags.offsets, bags.weights
+        names, launch, buffer = joined.names, known.launch, arena.buffer
+        if (
+            type(ids) is not Tensor or is_watched() or is_transformed() or chosen() != self.backend
+            or (names != self.count and names != self.names)
+            # a copy of the collection may have moved the tables of both
+            or launch.features is not self.features
+        ):  # fmt: skip
+            return None
+        state = arena.state()
+        learn = state == LEARN and grad_enabled()
+        if not state or (learn and not self.trains):
+            return None
+        if weights is not None:
+            if not learn and weights.requires_grad and grad_enabled():
+                return None
+            weights = unwrap_if_dead(weights)
+        ids, offsets, count = unwrap_if_dead(ids), unwrap_if_dead(offsets), (offsets.shape[0] - 1) // self.count
+        if learn:
+            # it may refuse
+            known.slot.ledger.check(known.slot.group)
+        csr = Csr(ids, offsets, weights, count)
+        found = self.lookups.again(buffer, self.features, csr, launch.width, launch.normalised, policy)
+        if found is None or not learn:
+            return None if found is None else found[0]
+        one = Training(known.weakly, known.number, launch, self.features, buffer, count, policy, *found)
+        out: Tensor = apply(self.anchor, weights, ids, offsets, one)
+        # after the lookup: one that raises has no backward to wait for
+        known.slot.ledger.opened(known.slot.group)
+        return out

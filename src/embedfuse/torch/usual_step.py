@@ -1,0 +1,65 @@
+"""An optimizer step like the ones before, of which the host asks as little as can be; see `usual_lookup.py`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .backends import Update, chosen, select
+from .ledger import Record
+from .state import GroupState
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class UsualStep:
+    """What steps of one group of tables have in common, each with the gradient of one lookup.
+
+    Attributes:
+        state: of the group.
+        rates: the optimizer's learning rates.
+        of_tables: those of the tables, in a list that the state has as long as they are so.
+        learns: for each table, whether it does.
+        backend: that was chosen.
+        changes: of the tables, so far.
+        update: what is repeated; None once the tables have moved.
+        repeat: the backend's `row_update_again`.
+    """
+
+    state: GroupState
+    rates: list[float]
+    of_tables: list[float]
+    learns: tuple[bool, ...]
+    backend: str
+    changes: int
+    update: Update | None
+    repeat: Callable[..., bool]
+
+    @classmethod
+    def of(cls, state: GroupState, record: Record, rates: list[float]) -> "UsualStep | None":
+        """After such a step; None where a backend's own time is what counts, or tables step in several ways."""
+        update, buffer = state.latest, state.arena.buffer
+        repeat = getattr(select(buffer.device, buffer.dtype), "row_update_again", None)
+        if update is None or repeat is None or state.by_mode(record.learns).keys() != {"rows"}:
+            return None
+        changes = state.arena._tables._changes
+        made = cls(state, rates, state.learning_rates, record.learns, chosen(), changes, update, repeat)
+        state.arena.followers.add(made)
+        return made
+
+    def forget(self) -> None:
+        """Drops what holds memory of tables that have moved."""
+        self.update = None
+
+    def again(self, record: Record, rates: list[float]) -> bool:
+        """Steps, and says so; False, and nothing is done, if anything at all is different."""
+        state, update = self.state, self.update
+        arena = state.arena
+        if (
+            update is None or update.table is not arena.buffer or update.features is not record.launch.features
+            or state.learning_rates is not self.of_tables or rates != self.rates or record.learns != self.learns
+            or record.factor is not None or arena._tables._changes != self.changes or chosen() != self.backend
+            or not arena.state()
+        ):  # fmt: skip
+            return False
+        if not self.repeat(update, record.csr, record.scale, record.grad):
+            return False
+        arena.written()
+        return True

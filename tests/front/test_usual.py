@@ -1,0 +1,226 @@
+"""Lookups and steps like the ones before: whatever happens between them, all is as it is the long way."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from repeating import repeat
+
+from embedfuse import SGD, Adagrad, FeatureConfig, TableConfig
+from embedfuse.torch import EmbeddingCollection, FusedOptimizer, JoinedBags
+
+NAMES = ("a", "b", "c")
+
+
+class Side:
+    """A collection and its optimizer; `long` if every lookup and step is to go the long way."""
+
+    def __init__(self, update: Any, long: bool) -> None:
+        self.long = long
+        torch.manual_seed(3)
+        tables = [TableConfig(9, dim, name=f"t{dim}") for dim in (4, 3)]
+        features = {
+            "a": FeatureConfig(tables[0]), "b": FeatureConfig(tables[1]), "c": FeatureConfig(tables[0]),
+        }  # fmt: skip
+        self.collection = EmbeddingCollection(features, Adagrad(0.1), update=update)
+        self.optimizer: Any = None if update == "autograd" else FusedOptimizer(self.collection)
+        self.out: Any = None
+
+    def forget(self) -> None:
+        if self.long:
+            self.collection.__dict__["_usual"] = None
+            if self.optimizer is not None:
+                self.optimizer._usual.clear()
+
+
+def _bags(rng: random.Random) -> dict[str, Any]:
+    bags = rng.choice([1, 2, 2, 2, 5] * 3 + [0])
+    lengths = [rng.choice([0, 1, 2, 3]) for _ in range(3 * bags)]
+    number = sum(lengths)
+    ids = torch.tensor([rng.randrange(9) for _ in range(number)], dtype=rng.choice([torch.int64] * 9 + [torch.int32]))
+    if rng.random() < 0.05 and number:
+        ids[rng.randrange(number)] = 9
+    if rng.random() < 0.1:
+        ids = torch.stack([ids, ids], 1)[:, 0]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    weights = None
+    if rng.random() < 0.3:
+        weights = torch.rand(number, dtype=rng.choice([torch.float32] * 5 + [torch.float64]))
+    names = rng.choice([3] * 8 + [NAMES] * 8 + [("b", "a", "c"), 1])
+    return {
+        "ids": ids, "offsets": offsets, "weights": weights, "names": names, "learned": rng.random() < 0.4,
+        "mode": rng.choice([None] * 12 + ["no_grad", "inference"]), "seed": rng.random(),
+        "dense": rng.choice([0] * 9 + [1, 2]),
+    }  # fmt: skip
+
+
+def _look_up(side: Side, given: dict[str, Any]) -> Any:
+    weights = given["weights"]
+    if weights is not None:
+        weights = weights.clone().requires_grad_(given["learned"])
+    side.forget()
+    if given["dense"]:
+        ids = torch.arange(6 * given["dense"]).view(6, -1) % 9
+        found = side.collection(dict.fromkeys(NAMES, ids))
+        out = torch.cat([found[name].flatten(1) for name in NAMES], 1)
+        side.out = (out, None) if out.requires_grad else None
+        return out.detach(), out.requires_grad
+    joined = JoinedBags(given["ids"], given["offsets"], weights, names=given["names"])
+    if given["mode"] is not None:
+        with torch.no_grad() if given["mode"] == "no_grad" else torch.inference_mode():
+            return side.collection.concatenated(joined)
+    out = side.collection.concatenated(joined)
+    side.out = (out, weights) if out.requires_grad else None
+    return out.detach(), out.requires_grad
+
+
+def _backward(side: Side, given: dict[str, Any]) -> Any:
+    if side.out is None:
+        return None
+    out, weights = side.out
+    side.out = None
+    side.forget()
+    generator = torch.Generator().manual_seed(int(1000 * given["seed"]))
+    grad = torch.randn(out.shape, generator=generator).to(out.dtype)
+    out.backward(grad.t().contiguous().t() if given["seed"] < 0.2 else grad)
+    if given["seed"] > 0.97:
+        grad.add_(1)
+    return None if weights is None else weights.grad
+
+
+def _step(side: Side, given: dict[str, Any]) -> Any:
+    if side.optimizer is None:
+        return
+    side.forget()
+    if given["seed"] < 0.15:
+        side.optimizer.grad_scale, side.optimizer.found_inf = torch.tensor(4.0), torch.tensor(given["seed"] < 0.05)
+    try:
+        side.optimizer.step()
+    finally:
+        for name in ("grad_scale", "found_inf"):
+            side.optimizer.__dict__.pop(name, None)
+
+
+def _table(side: Side, seed: float) -> torch.nn.Parameter:
+    return list(side.collection.tables.values())[seed < 0.5]
+
+
+def _other(side: Side, given: dict[str, Any]) -> Any:
+    """Anything that a user may do in between."""
+    seed, collection, optimizer = given["seed"], side.collection, side.optimizer
+    which = int(seed * 1000) % 13
+    table = _table(side, seed)
+    if which == 0:
+        table.requires_grad_(not table.requires_grad)
+    elif which == 1:
+        collection.requires_grad_(seed < 0.3)
+    elif which == 2:
+        collection.requires_grad_(True)
+    elif which == 3:
+        table.data = table.data.clone()
+    elif which == 4:
+        table.data = table.data.t().contiguous().t()
+    elif which == 5:
+        collection.to(torch.float64 if seed < 0.2 else torch.float32)
+    elif which == 6:
+        collection.out_of_range = "drop" if seed < 0.5 else "raise"
+    elif which == 7 and optimizer is not None:
+        optimizer.param_groups[0]["lr"] = seed
+    elif which == 8 and optimizer is not None:
+        return optimizer.clip_grad_norm_(0.1)
+    elif which == 9:
+        collection.load_state_dict({k: v + 1 for k, v in collection.state_dict().items()}, assign=seed < 0.5)
+    elif which == 10:
+        # the same tables, moved by the other one
+        other = copy.copy(collection)
+        other.concatenated(JoinedBags(torch.tensor([1, 2, 3]), torch.arange(4), names=3))
+        other.to(torch.float64 if seed < 0.2 else torch.float32)
+    elif which == 11:
+        collection.discard() if optimizer is None or seed < 0.5 else optimizer.zero_grad()
+    elif which == 12 and optimizer is not None:
+        optimizer.load_state_dict(optimizer.state_dict())
+    return None
+
+
+def _tried(call: Any, side: Side, given: dict[str, Any]) -> Any:
+    try:
+        return call(side, given)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        return type(error), str(error)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, tuple):
+        return isinstance(other, tuple) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _calls(rng: random.Random) -> list[Any]:
+    """Mostly in the order of a training loop."""
+    calls: list[Any] = []
+    for _ in range(30):
+        for call in (_look_up, _backward, _step):
+            if rng.random() < 0.3:
+                calls.append(rng.choice([_other] * 9 + [_look_up, _backward, _step]))
+            if rng.random() < 0.95:
+                calls.append(call)
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("update", ["step", "backward", "autograd"])
+def test_anything_may_happen_in_between(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats = repeat(monkeypatch)
+    rng = random.Random(7)
+    for _ in range(90):
+        sides = Side(update, False), Side(update, True)
+        done: list[Any] = []
+        for call in _calls(rng):
+            given = _bags(rng)
+            done.append((call.__name__, given))
+            found = [_tried(call, side, given) for side in sides]
+            assert _same(*found), done[-6:]
+            for one, other in zip(*(side.collection.parameters() for side in sides), strict=True):
+                assert _same(one.detach(), other.detach()), done[-6:]
+            # not after what happens in between, which asking for the state would settle
+            if call is _step and update != "autograd":
+                states = [side.optimizer.state_dict()["state"] for side in sides]
+                assert all(_same(states[0][t][s], states[1][t][s]) for t in states[0] for s in states[0][t])
+    assert repeats.lookups > (30 if update == "autograd" else 200)
+    assert repeats.steps > 60 or update == "autograd"
+
+
+def test_a_rate_that_counts_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats, asked = repeat(monkeypatch), 0
+
+    def rate() -> float:
+        nonlocal asked
+        asked += 1
+        return 0.1 if asked % 3 else 0.2
+
+    collection = EmbeddingCollection({"a": FeatureConfig(TableConfig(9, 4))}, SGD(rate))
+    optimizer = FusedOptimizer(collection)
+    before = asked
+    for number in range(12):
+        collection.concatenated(JoinedBags(torch.tensor([1, 2]), torch.arange(3), names=1)).sum().backward()
+        optimizer.step()
+        assert asked == before + number + 1
+    assert 3 <= repeats.steps < 9
+
+
+def test_memory_of_before_a_move_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import weakref
+
+    repeat(monkeypatch)
+    collection = EmbeddingCollection({"a": FeatureConfig(TableConfig(9, 4))}, "sgd")
+    optimizer = FusedOptimizer(collection)
+    for _ in range(4):
+        collection.concatenated(JoinedBags(torch.tensor([1, 2]), torch.arange(3), names=1)).sum().backward()
+        optimizer.step()
+    buffer = weakref.ref(collection._groups[0].arena.buffer)
+    collection.to(torch.float64)
+    assert buffer() is None
