@@ -18,6 +18,7 @@ from embedfuse.optim import SGD, Adagrad
 from embedfuse.torch import native
 from embedfuse.torch.backends import (
     Csr,
+    coefficient_launch,
     issuing,
     launching,
     lookup_launch,
@@ -417,6 +418,51 @@ def test_lookups(
             assert driver.since(start)[-1:] == wanted
     # 2 types of ids, short bags or not, 2 widths, one id or more
     assert 8 <= python < 16 and len(lookups.programs) < 17
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_gradients_of_weights(driver: Driver, monkeypatch: pytest.MonkeyPatch, normalised: bool) -> None:
+    """The same of them."""
+    made: dict[Any, Launcher] = {}
+
+    def launcher(kernel: Any, warps: int, constants: Any, dtypes: Any, registers: Any = None) -> Launcher:
+        return made.setdefault((kernel, warps, *constants.items(), *dtypes), Launcher(driver, 8, 3))
+
+    monkeypatch.setattr(coefficient_launch, "launcher", launcher)
+    case = make(shapes=[(900, 200), (40, 8)], features=[(0, "sum"), (1, "sum"), (0, "mean")], bags=5)
+    features, table = put(case.features), torch.zeros(len(case.table))
+    facts = feature_facts(features)
+    coefficients = coefficient_launch.Coefficients(facts)
+    rng, python = np.random.default_rng(6), 0
+    for _ in range(300):
+        bags, number = int(rng.integers(1, 40)), int(rng.integers(1, 200))
+        ids, weights = torch.zeros(number, dtype=torch.int64), torch.ones(number)
+        if rng.random() < 0.2:
+            weights = torch.ones(number, 2)[:, 0]
+        # rows of 408 numbers, at distances that are multiples of 8, 4, 1, or column after column (of one bag, as rows)
+        grads = (
+            torch.zeros(bags, 408), torch.zeros(bags, 412)[:, :408], torch.zeros(bags, 409)[:, :408],
+            torch.zeros(408, bags).t(), torch.zeros(1).expand(bags, 408), torch.zeros(bags, 408, dtype=torch.bfloat16),
+        )  # fmt: skip
+        grad = grads[rng.integers(len(grads))]
+        scale = torch.ones(3 * bags) if normalised else None
+        batch = coefficient_launch.CoefficientBatch(
+            table, features, ids, torch.zeros(3 * bags + 1, dtype=torch.int64), weights, scale, grad,
+            torch.zeros(number), bags,
+        )  # fmt: skip
+        contiguous = batch._replace(weights=weights.contiguous())
+        start = len(driver.noted)
+        coefficient_launch.Coefficients(facts)(contiguous)
+        wanted, start = driver.since(start)[-1:], len(driver.noted)
+        if programs.run(coefficients.programs, batch):
+            assert driver.since(start) == wanted and weights.is_contiguous()
+        else:
+            assert driver.since(start) == []
+            coefficients(contiguous)
+            python += weights.is_contiguous()
+            assert driver.since(start)[-1:] == wanted
+    # short bags or not; rows at multiples of 4 or not, of 16 bits, and column after column (of one bag, as rows)
+    assert python <= len(coefficients.programs) and 8 <= len(coefficients.programs) <= 10
 
 
 def test_programs_are_of_one_kind_of_batch(driver: Driver, sorts: None) -> None:

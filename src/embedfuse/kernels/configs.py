@@ -111,13 +111,13 @@ def max_config(widest: int) -> LookupConfig:
     return LookupConfig(True, 8, block_d, max(1, block_d // 64))
 
 
-def coefficient_config(widest: int, mean_length: float, element_size: int) -> LookupConfig:
-    """Tiles of `coefficient_grad.py`, which takes the columns one block after the other."""
+def coefficient_config(widest: int, short: bool, element_size: int) -> LookupConfig:
+    """Tiles of `coefficient_grad.py`, for bags that are `short` or not; columns are taken one block after the other."""
     block_d = min(max(power_of_two(widest), 4), 512)
     # one warp to a bag is faster, by up to 40 % at 256 columns, but for wide rows of float32 (H200, 2026-11)
     if block_d <= 256 or element_size == 2:
         block_d = min(block_d, 128)
-    lanes = 4 if mean_length <= SHORT_BAG else 8 if block_d > 32 else 16
+    lanes = 4 if short else 8 if block_d > 32 else 16
     return LookupConfig(False, lanes, block_d, max(1, block_d // 128))
 
 

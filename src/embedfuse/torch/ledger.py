@@ -18,6 +18,7 @@ from ..plan import ROWS
 from .backends import Csr
 from .compiling import constant_in_graphs
 from .layout import Launch, unfolded
+from .state import ordinary_tensors
 from .tables import Arena
 
 _CAN_BE_MANY = torch.distributed.is_available()
@@ -167,7 +168,7 @@ def _own(record: Record) -> None:
     if not copied and not any(_changes(tensor) for tensor in (record.grad, *csr[:3]) if tensor is not None):
         record.watch()
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_tensors():
         ids, offsets, weights = (
             tensor if tensor is None or not (copied or _changes(tensor)) else tensor.clone() for tensor in csr[:3]
         )

@@ -14,7 +14,7 @@ from .device_errors import reported
 from .issuing import Issuer
 from .launching import Launcher, launcher
 from .program import Program
-from .programs import issued, run
+from .programs import ask_contiguous, issued, run
 
 
 class LookupBatch(NamedTuple):
@@ -116,7 +116,7 @@ class Lookups:
 
     def __call__(self, batch: LookupBatch) -> None:
         """Launches, on the current device. Ids, offsets and weights are contiguous, of the kernels' types."""
-        short = _is_short(batch)
+        short = is_short(batch)
         columns = alignment(self._facts.columns, batch.width)
         kind = (
             batch.table.dtype, batch.ids.dtype, batch.weights is not None, batch.scale is not None,
@@ -133,14 +133,12 @@ class Lookups:
             to(lookup.launcher, (programs, lookup.blocks), pointers, given[8:])
 
         def ask(given: LookupBatch) -> None:
-            bool(_is_short(given)), bool(given.width == batch.width), bool(given.bags > 0)
-            for tensor in (given.ids, given.offsets, given.weights):
-                if tensor is not None and not tensor.stride()[0] == 1:
-                    # one element is contiguous whatever the stride, but of it alone
-                    bool(tensor.shape[0] > 1)
+            bool(is_short(given)), bool(given.width == batch.width), bool(given.bags > 0)
+            ask_contiguous(given.ids, given.offsets, given.weights)
 
         issued(self.programs, batch, batch.table, issue, ask)
 
 
-def _is_short(batch: LookupBatch) -> Any:
+def is_short(batch: Any) -> Any:
+    """Whether bags have few ids on average."""
     return batch.ids.shape[0] <= SHORT_BAG * batch.features.shape[0] * batch.bags

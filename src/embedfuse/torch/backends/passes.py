@@ -8,10 +8,10 @@ from ...kernels.configs import UpdateConfig
 from ...plan import FROZEN
 from . import Csr, Update
 from .absent_rows import fill_absent
-from .descriptor_facts import WIDE_WORD, TableFacts, known_columns
+from .descriptor_facts import TableFacts, known_columns
 from .issuing import Issuer
 from .program import Program
-from .programs import issued
+from .programs import ask_aligned, ask_contiguous, issued
 from .sorted_runs import INT32, Given, Order, Sorter, last_element
 from .summed_runs import STORE_SUMS, Summer, Sums, Target
 
@@ -96,19 +96,11 @@ class Passes:
 
     def _ask(self, batch: Batch) -> None:
         """Asks a traced batch for all that makes its kind, beside types."""
-        for tensor in (batch.ids, batch.offsets, batch.weights, batch.scale):
-            if tensor is not None and not tensor.stride()[0] == 1:
-                # one element is contiguous whatever the stride, but of it alone
-                bool(tensor.shape[0] > 1)
+        ask_contiguous(batch.ids, batch.offsets, batch.weights, batch.scale)
         number, (rows, columns), (row, column) = batch.ids.shape[0], batch.grad.shape, batch.grad.stride()
         bool(number > 0), bool(batch.bags > 0), bool(number > INT32 // 2)
         bool(batch.scale.shape[0] == 0), bool(last_element(rows, columns, row, column) > INT32)
-        # what `grad_align` looks at
-        if column == 1:
-            aligned = 2
-            while aligned <= min(self._columns, WIDE_WORD // self.summer.sums.grad.itemsize):
-                bool(row // aligned * aligned == row)
-                aligned *= 2
+        ask_aligned(batch.grad, self._columns, self.summer.sums.grad.itemsize)
 
 
 def passes_of(

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .descriptor_facts import WIDE_WORD
 from .issuing import Now
 from .launching import HOST, device_of, unwatched
 from .program import Program, write_down
@@ -53,3 +54,21 @@ def issued(
             programs.clear()
         programs.append(written)
     return written
+
+
+def ask_contiguous(*vectors: Any) -> None:
+    """Asks traced vectors, or None, whether they are contiguous."""
+    for vector in vectors:
+        if vector is not None and not vector.stride()[0] == 1:
+            # one element is contiguous whatever the stride, but of it alone
+            bool(vector.shape[0] > 1)
+
+
+def ask_aligned(grad: Any, columns: int, itemsize: int) -> None:
+    """Asks traced gradient rows for all that `grad_align` looks at."""
+    row, column = grad.stride()
+    if column == 1:
+        aligned = 2
+        while aligned <= min(columns, WIDE_WORD // itemsize):
+            bool(row // aligned * aligned == row)
+            aligned *= 2

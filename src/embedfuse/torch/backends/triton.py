@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from ...kernels import configs
-from ...kernels.coefficient_grad import coefficient_grad_kernel
 from ...kernels.join_offsets import join_offsets_kernel
 from ...kernels.max_lookup import max_kernel
 from ...kernels.prepare_ids import prepare_ids_kernel
 from ...plan import FROZEN
 from . import BadId, Csr, Policy, Prepared, Rows, Shards, Update, count, device_errors
 from .absent_rows import zeros_come_later
+from .coefficient_launch import CoefficientBatch, Coefficients
 from .compact import compact_row_grad
 from .descriptor_facts import TableFacts, alignment, feature_facts, rows_align, table_facts
 from .launching import launch, on_device
 from .lookup_launch import LookupBatch, Lookups
 from .passes import Batch, passes_of
 from .programs import MOST, run
-from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target, grad_align
+from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target
 
 try:
     import triton
@@ -136,24 +136,20 @@ class TritonBackend:
 
     def coefficient_grad(self, table: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
         """See `Backend`."""
-        out = torch.empty(csr.ids.shape[0], dtype=torch.float32, device=table.device)
-        count = features.shape[0]
-        if csr.ids.shape[0] == 0 or csr.bags == 0 or count == 0:
+        ids, offsets, weights, bags = csr
+        out = torch.empty(ids.shape[0], dtype=torch.float32, device=table.device)
+        if ids.shape[0] == 0 or bags == 0 or features.shape[0] == 0:
             return out
-        csr = _contiguous(csr)
         facts = feature_facts(features)
-        config = configs.coefficient_config(facts.widest, csr.ids.shape[0] / (count * csr.bags), table.element_size())
-        normalised = scale.shape[0] != 0
+        coefficients: Coefficients | None = facts.lookups.get(Coefficients)
+        if coefficients is None:
+            coefficients = facts.lookups[Coefficients] = Coefficients(facts)
+        scales = scale if scale.shape[0] != 0 else None
+        if run(coefficients.programs, (table, features, ids, offsets, weights, scales, grad, out, bags)):
+            return out
+        ids, offsets, weights, bags = _contiguous(csr)
         with on_device(table.device):
-            launch(
-                coefficient_grad_kernel, (count * csr.bags,), (
-                    table, features, csr.ids, csr.offsets, csr.weights, scale if normalised else None, grad, out,
-                ), (csr.bags, grad.stride(0), grad.stride(1)), config.warps, {
-                    "HAS_WEIGHTS": csr.weights is not None, "NORMALISED": normalised, "CLIPPED": facts.clipped,
-                    "ALIGN": rows_align(facts.starts, table.dtype), "GRAD_ALIGN": grad_align(facts.columns, grad),
-                    "DIM_ALIGN": facts.dims, "ROWS": config.lanes, "BLOCK_D": config.block_d,
-                }, registers=config.registers,
-            )  # fmt: skip
+            coefficients(CoefficientBatch(table, features, ids, offsets, weights, scales, grad, out, bags))
         return out
 
     def prepare_ids(self, features: Tensor, csr: Csr, shards: Shards | None, policy: Policy) -> Prepared:
