@@ -41,6 +41,7 @@ from .usual_lookup import UsualLookup
 UPDATES = ("step", "backward", "autograd")
 POLICIES = ("raise", "drop", "ignore")
 GRADS = ("dense", "sparse")
+_LEARNS = operator.attrgetter("requires_grad")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +345,7 @@ class EmbeddingCollection(nn.Module):
         self.__dict__["_ledger"] = ledgers.Ledger(self.update, self._learning)
 
     def _learning(self, group: int) -> tuple[bool, ...]:
-        return tuple(map(operator.attrgetter("requires_grad"), self._groups[group].arena.parameters))
+        return tuple(map(_LEARNS, self._groups[group].arena.parameters))
 
     def _settle(self) -> None:
         """Follows tables that moved by themselves: an assignment to `.data`, or `load_state_dict(assign=True)`."""

@@ -162,20 +162,20 @@ class Ledger:
 
 def _own(record: Record) -> None:
     """Keeps what the caller might write, under watch; as a copy what cannot be watched, or is cheaply copied."""
-    csr = record.csr
+    (ids, offsets, weights, bags), grad = record.csr, record.grad
     # ids of one feature were not put together, so these may be the caller's own
-    copied = record.launch.is_single and not csr.ids.is_cuda
-    if not copied and not any(_changes(tensor) for tensor in (record.grad, *csr[:3]) if tensor is not None):
-        record.watch()
-        return
-    with ordinary_tensors():
-        ids, offsets, weights = (
-            tensor if tensor is None or not (copied or _changes(tensor)) else tensor.clone() for tensor in csr[:3]
-        )
-        if record.grad.is_inference():
-            record.grad = record.grad.clone()
-    assert ids is not None and offsets is not None
-    record.csr = Csr(ids, offsets, weights, csr.bags)
+    copied = record.launch.is_single and not ids.is_cuda
+    if copied or _changes(grad) or _changes(ids) or _changes(offsets) or (weights is not None and _changes(weights)):
+        with ordinary_tensors():
+            if copied or _changes(ids):
+                ids = ids.clone()
+            if copied or _changes(offsets):
+                offsets = offsets.clone()
+            if weights is not None and (copied or _changes(weights)):
+                weights = weights.clone()
+            if grad.is_inference():
+                record.grad = grad.clone()
+        record.csr = Csr(ids, offsets, weights, bags)
     record.watch()
 
 

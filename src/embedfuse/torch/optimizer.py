@@ -131,20 +131,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        record, rates = self._only_record(), None
+        usual = None if record is None else self._usual.get(self._states[0][0])
+        if record is not None and usual is not None:
+            self._check([record])
+            rates = self._rates.now(self.param_groups)
+            if usual.again(record, rates):
+                self._drop()
+                return loss
         with ordinary_tensors():
-            self._step()
+            self._step(record, rates)
         return loss
 
-    def _step(self) -> None:
-        record, rates = self._only_record(), None
-        if record is not None:
-            usual = self._usual.get(self._states[0][0])
-            if usual is not None:
-                self._check([record])
-                rates = self._rates.now(self.param_groups)
-                if usual.again(record, rates):
-                    self._drop()
-                    return
+    def _step(self, record: Record | None, rates: list[float] | None) -> None:
         self._settle()
         waiting = self._waiting()
         self._check(waiting)

@@ -14,6 +14,8 @@ from ..config import TableConfig
 from ..plan import T_OFFSET, PlannedTable, plan_group
 from .native import EXCHANGE, NATIVE
 
+# `torch.autograd.graph.increment_version`, without its look at what it was given
+_count_writing: Any = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 LEARN = 2
 """What `Arena.state` gives of tables that are in order, if any of them learn."""
 
@@ -119,10 +121,10 @@ class Arena:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The tables, in order."""
-        held = cast("dict[str, nn.Parameter]", self._tables._parameters)
+        # asked for several times in a step, of hundreds of tables
+        held: Any = self._tables._parameters
         if self._seen != self._tables._changes:
             self._seen, self._holds_all = self._tables._changes, list(held) == self.names
-        # asked for several times in a step, of hundreds of tables
         return list(held.values()) if self._holds_all else list(map(held.__getitem__, self.names))
 
     def allocate(self, dtype: torch.dtype, device: Any) -> None:
@@ -220,7 +222,7 @@ class Arena:
     def written(self) -> None:
         """Tells autograd that rows have changed, so that a backward that needs the old ones is refused."""
         # nearly always all have one counter, but who swaps tensors can give a table its own
-        torch.autograd.graph.increment_version([self.buffer, *self.parameters])
+        _count_writing([self.buffer, *self.parameters])
 
     def _views(self) -> list[Tensor]:
         return [

@@ -42,22 +42,22 @@ class Batch(NamedTuple):
     skip: Any = None
 
     @classmethod
-    def stepping(cls, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> "Batch":
-        """Of an optimizer step."""
-        return cls(
-            *csr, scale, grad, None, None, update.features, update.tables, update.table, None, update.slots,
-            update.hyper, update.steps, update.counted, update.grad_scale, update.skip,
-        )  # fmt: skip
-
-    @classmethod
     def of(
         cls, target: Target, features: Tensor, tables: Tensor, csr: Csr, scale: Tensor, grad: Tensor,
         winners: Tensor | None, dots: Tensor | None,
     ) -> "Batch":  # fmt: skip
         """Of what becomes of the sums, and of a batch."""
         if target.update is not None:
-            return cls.stepping(target.update, csr, scale, grad)
+            return cls(*stepping(target.update, csr, scale, grad))
         return cls(*csr, scale, grad, winners, dots, features, tables, target.out, target.source)
+
+
+def stepping(update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> tuple[Any, ...]:
+    """The `Batch` of an optimizer step; without names, which take the host longer to give than to read them here."""
+    return (
+        *csr, scale, grad, None, None, update.features, update.tables, update.table, None, update.slots,
+        update.hyper, update.steps, update.counted, update.grad_scale, update.skip,
+    )  # fmt: skip
 
 
 class Passes:

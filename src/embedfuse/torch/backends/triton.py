@@ -25,7 +25,7 @@ from .compact import compact_row_grad
 from .descriptor_facts import TableFacts, alignment, feature_facts, rows_align, table_facts
 from .launching import launch, on_device
 from .lookup_launch import LookupBatch, Lookups
-from .passes import Batch, passes_of
+from .passes import Batch, passes_of, stepping
 from .programs import MOST, run
 from .summed_runs import SQUARE_SUMS, STEP_ROWS, STORE_SUMS, Target
 
@@ -215,7 +215,7 @@ class TritonBackend:
 
     def row_update_again(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> bool:
         """`row_update`, if there was such a batch before; else False, and nothing is done."""
-        return update.programs is not None and run(update.programs, Batch.stepping(update, csr, scale, grad))
+        return update.programs is not None and run(update.programs, stepping(update, csr, scale, grad))
 
     def row_grad(
         self, out: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor, rows: Rows | None = None,
