@@ -51,7 +51,7 @@ def spilled(kind: str, dim: int, weighted: bool, scaled: bool, checked: bool) ->
         "HAS_WEIGHTS": weighted, "NORMALISED": scaled, "CHECK": checked, "CLIPPED": False, "ALIGN": align,
         "OUT_ALIGN": align, "ROWS": config.lanes, "TURNS": config.turns,
         "GROUP": config.group, "SHORT": configs.SHORT_BAG,
-        "NARROW": 1, "BLOCK_D": config.block_d,
+        "NARROW": 1, "NARROW_ALIGN": align, "NARROW_OUT_ALIGN": align, "BLOCK_D": config.block_d,
     }  # fmt: skip
     for name, given in (("p_weights", weighted), ("p_scale", scaled), ("p_bad", checked)):
         if not given:

@@ -10,8 +10,9 @@ SHORT_BAG = 4
 """Bags of at most this many ids on average are looked up many to a program."""
 GROUP = 4
 """Neighbours that `pooled_long_kernel` looks up together if they are short."""
-NARROW = 4
-"""Tables narrower than the widest one by this factor have tiles of their own shape."""
+NARROW, EVEN = 4, 64
+"""Tables narrower than the widest one by this factor have tiles of their own shape; with tiles of fewer columns than
+EVEN only if they keep the others from being read in long words."""
 RADIX_DIGIT, RADIX_THREADS, RADIX_BLOCKS = 8, 256, 4
 """Of `cuda/radix_sort.cu`: the most bits it sorts by at once, threads of a block, blocks of a multiprocessor."""
 RADIX_FEW, RADIX_SOME, RADIX_MANY = 4, 8, 16
@@ -25,7 +26,7 @@ class LookupConfig:
     """`lanes` bags (short) or rows of one bag (long) to a tile, `block_d` columns.
 
     `turns` bags to a program of long ones; if more than one, `group` bags that turn out short are looked up together.
-    Where there are tables of at most a `narrow`th of the columns, theirs are tiles of so many times more rows.
+    Where there are tables of at most a `narrow`th of the columns, theirs are tiles of so many times more rows, or bags.
     """
 
     short: bool
@@ -74,10 +75,17 @@ def ceil_div(number: int, step: int) -> int:
     return -(-number // step)
 
 
-def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int) -> int:
-    """By how much narrower tables are that have tiles of their own shape; 1 if there are none."""
+def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int, uneven: bool) -> int:
+    """By how much narrower tables are that have tiles of their own shape; 1 if there are none.
+
+    Args:
+        config: tile sizes.
+        narrowest: the least columns of any table.
+        uneven: whether wider tables can be read in longer words than narrow ones.
+    """
     # sums of cut runs are read in words of four
-    return config.narrow if max(narrowest, 4) * config.narrow <= config.block_d else 1
+    fits = max(narrowest, 4) * config.narrow <= config.block_d
+    return config.narrow if fits and (config.block_d >= EVEN or uneven) else 1
 
 
 @cache
@@ -85,12 +93,12 @@ def lookup_config(widest: int, short: bool) -> LookupConfig:
     """Tiles of `pooled_lookup.py`, for bags that are `short` or not. More than one warp to a program is slower."""
     if short:
         block_d = min(max(power_of_two(widest), 4), 64)
-        return LookupConfig(True, 2048 // block_d, block_d, 1)
+        return LookupConfig(True, 2048 // block_d, block_d, 1, narrow=NARROW)
     block_d = min(max(power_of_two(widest), 4), 128)
     # as many rows as leave room for the 32 programs that a multiprocessor can hold; a few more would cost an eighth of
     # them. The less there is to a bag, the more of them a program has
     turns = 2 if block_d > 32 else 4
-    return LookupConfig(False, min(1024 // block_d, 32), block_d, 1, 64, turns, GROUP, NARROW if block_d >= 64 else 1)
+    return LookupConfig(False, min(1024 // block_d, 32), block_d, 1, 64, turns, GROUP, NARROW)
 
 
 @cache
@@ -137,7 +145,7 @@ def update_config(widest: int) -> UpdateConfig:
         warps=warps, long=8, terms=terms,
         long_warps=max(min(block_d // (64 if block_d < 512 else 128), 16), 1), long_programs=1024,
         join=min(max(2048 // block_d, 1), 16), join_warps=4 if block_d < 512 else max(warps, 8), joiners=1024,
-        fold=32, narrow=NARROW if block_d >= 64 else 1, block_d=block_d,
+        fold=32, narrow=NARROW, block_d=block_d,
     )  # fmt: skip
 
 

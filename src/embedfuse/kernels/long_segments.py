@@ -90,10 +90,14 @@ def long_kernel(
     SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
-    SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
+    SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, WIDE_ALIGN: tl.constexpr,
+    WIDE_SLOT_ALIGN: tl.constexpr, WIDE_GRAD_ALIGN: tl.constexpr, WIDE_DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
     TERMS: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: every so many of the long segments, `TERMS` gradients of one at a time."""
+    """One program: every so many of the long segments, `TERMS` gradients of one at a time.
+
+    NARROW: see `segments_kernel`.
+    """
     turn = tl.program_id(0)
     count = tl.load(p_list_counts)
     if HAS_SKIP:
@@ -120,7 +124,7 @@ def long_kernel(
                 p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_grad, p_winners, p_order, p_dots,
                 p_sources, p_coefficients, p_partials, p_source, grad_column, stride, rule_number, table, dim, start,
                 end, tag, next_tag, local, RULE, MODE, SLOT0, SLOT1, AT_RANDOM, SEVERAL_RULES, HAS_GRAD_SCALE,
-                HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN, GRAD_ALIGN,
-                DIM_ALIGN, CHUNK, TERMS, BLOCK_D,
+                HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, CLIPPED, WIDE_ALIGN, SOURCE_ALIGN, WIDE_SLOT_ALIGN,
+                WIDE_GRAD_ALIGN, WIDE_DIM_ALIGN, CHUNK, TERMS, BLOCK_D,
             )  # fmt: skip
         start, end, tag, next_tag, local = start_1, end_1, tag_1, next_tag_1, local_1

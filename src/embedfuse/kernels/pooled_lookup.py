@@ -85,13 +85,14 @@ def pooled_long_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr,
-    SHORT: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHORT: tl.constexpr, NARROW: tl.constexpr, NARROW_ALIGN: tl.constexpr, NARROW_OUT_ALIGN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: `TURNS` bags of one feature, one after the other, `BLOCK_D` columns.
 
     With more than one turn, `GROUP` bags of at most `SHORT` ids on average are looked up by the first of their
     programs, side by side, and the others have nothing to do. With NARROW more than 1, tables of at most that part of
-    `BLOCK_D` columns have tiles of so many times more rows.
+    `BLOCK_D` columns have tiles of so many times more rows, and alignments of their own.
     """
     # division is cheap in 32 bits, which hold the number of programs
     turns = (bags + TURNS - 1) // TURNS
@@ -131,8 +132,8 @@ def pooled_long_kernel(
             look_up_in_turns(
                 p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, number, start, end,
                 group, members, exists, starts, ends, alone, bags, width, feature, rows, dim, flags, stride, o_table,
-                moment, longest_row, block, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, ROWS * NARROW,
-                TURNS, GROUP, BLOCK_D // NARROW,
+                moment, longest_row, block, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, NARROW_ALIGN, NARROW_OUT_ALIGN,
+                ROWS * NARROW, TURNS, GROUP, BLOCK_D // NARROW,
             )  # fmt: skip
     if wide:
         look_up_in_turns(
@@ -143,13 +144,39 @@ def pooled_long_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def look_up_group(
+    p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group, bags, width, feature,
+    rows, dim, flags, stride, o_table, moment, longest_row, block,
+    HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
+    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, BAGS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`BAGS` bags of one feature, from `group` on, side by side."""
+    lane = group + tl.arange(0, BAGS)
+    m_bag = lane < bags
+    column = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_column = column // ALIGN * ALIGN < dim
+    start = tl.load(p_offsets + first_bag + lane, mask=m_bag, other=0)
+    end = tl.load(p_offsets + first_bag + lane + 1, mask=m_bag, other=0)
+    look_up_bags(
+        p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group, lane, m_bag, start,
+        end, bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
+        HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, BAGS, BLOCK_D,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def pooled_short_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
-    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, BAGS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, BAGS: tl.constexpr, NARROW: tl.constexpr,
+    NARROW_ALIGN: tl.constexpr, NARROW_OUT_ALIGN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: `BAGS` bags of one feature, `BLOCK_D` columns, the j-th row of each bag in flight."""
+    """One program: `BAGS` bags of one feature, `BLOCK_D` columns, the j-th row of each bag in flight.
+
+    With NARROW more than 1, programs of tables of at most that part of `BLOCK_D` columns have so many times more bags,
+    until all are done, and alignments of their own.
+    """
     groups = (bags + BAGS - 1) // BAGS
     program = tl.program_id(0)
     block = tl.program_id(1)
@@ -165,15 +192,19 @@ def pooled_short_kernel(
         # one block of columns holds whole rows
         longest_row = feature_max_norm(p_features, feature)
     group = (program - feature * groups) * BAGS
-    lane = group + tl.arange(0, BAGS)
-    m_bag = lane < bags
     first_bag = feature.to(tl.int64) * bags
-    column = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_column = column // ALIGN * ALIGN < dim
-    start = tl.load(p_offsets + first_bag + lane, mask=m_bag, other=0)
-    end = tl.load(p_offsets + first_bag + lane + 1, mask=m_bag, other=0)
-    look_up_bags(
-        p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group, lane, m_bag, start,
-        end, bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row, block, column, m_column,
-        HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, ALIGN, OUT_ALIGN, BAGS, BLOCK_D,
-    )  # fmt: skip
+    wide = True
+    if NARROW > 1:
+        wide = dim > BLOCK_D // NARROW
+        if (wide == 0) & (block == 0) & (group * NARROW < bags):
+            look_up_group(
+                p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group * NARROW,
+                bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row, block, HAS_WEIGHTS,
+                NORMALISED, CHECK, CLIPPED, NARROW_ALIGN, NARROW_OUT_ALIGN, BAGS * NARROW, BLOCK_D // NARROW,
+            )  # fmt: skip
+    if wide:
+        look_up_group(
+            p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group, bags, width,
+            feature, rows, dim, flags, stride, o_table, moment, longest_row, block, HAS_WEIGHTS, NORMALISED, CHECK,
+            CLIPPED, ALIGN, OUT_ALIGN, BAGS, BLOCK_D,
+        )  # fmt: skip

@@ -41,9 +41,9 @@ def step_segments(
     HAS_GRAD_SCALE: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
     SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
-    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, MIXED: tl.constexpr, ABOVE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The share `part` of `count` segments from place `first` on, of tables of at most `BLOCK_D` columns."""
+    """The share `part` of `count` segments from place `first` on, those of tables of `ABOVE` to `BLOCK_D` columns."""
     share = (count + PARTS * SEGMENTS - 1) // (PARTS * SEGMENTS) * SEGMENTS
     cursor = part * share
     stop = tl.minimum(cursor + share, count)
@@ -62,13 +62,15 @@ def step_segments(
         tag_of_next, start_1, end_1, tag_1, next_tag_1, local_1, source_1 = load_segments(
             p_starts, p_tags, p_rows, p_first_sources, first, cursor, stop, lane
         )
-        # long ones are passed by, and the rows of other rules
+        dim = table_dim(p_tables, table)
+        # long ones are passed by, and the rows of other rules, and of tables that have another tile
         here = here & (tag // 2 % 2 == 0)
+        if MIXED:
+            here = here & (lane < tl.where((dim > ABOVE) & (dim <= BLOCK_D), SEGMENTS, 0))
         if SEVERAL_RULES:
             here = here & (lane < tl.where(table_rule(p_tables, table) == rule_number, SEGMENTS, 0))
         whole = here & (tag % 2 == 1) & (next_tag % 2 == 1)
         row = local.to(tl.int64)
-        dim = table_dim(p_tables, table)
         m_column = column // DIM_ALIGN * DIM_ALIGN < dim
         m_whole = whole[:, None] & m_column[None, :]
         reads = whole
@@ -121,13 +123,14 @@ def segments_kernel(
     SEVERAL_RULES: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr,
     HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
-    SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
+    SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, WIDE_ALIGN: tl.constexpr,
+    WIDE_SLOT_ALIGN: tl.constexpr, WIDE_GRAD_ALIGN: tl.constexpr, WIDE_DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table.
 
-    With NARROW more than 1, blocks whose tables all have at most that part of `BLOCK_D` columns are taken in tiles of
-    so many times more rows.
+    With NARROW more than 1, tables of at most that part of `BLOCK_D` columns are taken in tiles of so many times more
+    rows, and the others have alignments of their own; a block that has both is gone through twice.
 
     Most runs are of one id, so the first gradients are read beside rows and slots, and before the loop over what
     follows. More gradients or tiles in flight are slower: registers, hence fewer programs at once.
@@ -141,16 +144,17 @@ def segments_kernel(
     wide = True
     if NARROW > 1:
         # see `segment_kernel`
-        wide = count < NARROW_BLOCK
+        kind = count // NARROW_BLOCK
         count = count % NARROW_BLOCK
-        if wide == 0:
+        wide = kind != 1
+        if kind != 0:
             step_segments(
                 p_table, p_slots, p_tables, p_hyper, p_steps, p_grad_scale, p_grad, p_winners, p_order, p_dots,
                 p_sources, p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_partials, p_source,
                 grad_column, stride, rule_number, first, part, count,
                 RULE, MODE, SLOT0, SLOT1, AT_RANDOM, SEVERAL_RULES, HAS_GRAD_SCALE, HAS_COEFFICIENTS, HAS_WINNERS,
                 HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN, CHUNK, PARTS,
-                SEGMENTS * NARROW, BLOCK_D // NARROW,
+                SEGMENTS * NARROW, True, 0, BLOCK_D // NARROW,
             )  # fmt: skip
     if wide:
         step_segments(
@@ -158,5 +162,6 @@ def segments_kernel(
             p_sources, p_coefficients, p_starts, p_tags, p_rows, p_first_sources, p_partials, p_source,
             grad_column, stride, rule_number, first, part, count,
             RULE, MODE, SLOT0, SLOT1, AT_RANDOM, SEVERAL_RULES, HAS_GRAD_SCALE, HAS_COEFFICIENTS, HAS_WINNERS,
-            HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN, CHUNK, PARTS, SEGMENTS, BLOCK_D,
+            HAS_DOTS, CLIPPED, WIDE_ALIGN, SOURCE_ALIGN, WIDE_SLOT_ALIGN, WIDE_GRAD_ALIGN, WIDE_DIM_ALIGN, CHUNK,
+            PARTS, SEGMENTS, NARROW > 1, BLOCK_D // NARROW if NARROW > 1 else 0, BLOCK_D,
         )  # fmt: skip

@@ -196,10 +196,10 @@ def segment_kernel(
     `p_order`.
 
     Writes, for each, where its gradient row starts and its coefficient, both in sorted order; and the segments that
-    start in the block, and their number, NARROW_BLOCK more if all are of tables of at most NARROW_D columns. Of a
-    segment: its first position; a tag, `4 * table`, 2 more if it is of more than LONG ids (which is less than half a
-    CHUNK), 1 more where a run begins; its row; where its first gradient row starts. Behind the last one: where it ends,
-    and whether its run does.
+    start in the block, and their number, NARROW_BLOCK more if all are of tables of at most NARROW_D columns, twice that
+    if some are. Of a segment: its first position; a tag, `4 * table`, 2 more if it is of more than LONG ids (which is
+    less than half a CHUNK), 1 more where a run begins; its row; where its first gradient row starts. Behind the last
+    one: where it ends, and whether its run does.
 
     And two lists of the batch, their numbers in `p_list_counts`: of all long segments; of the edges where runs are
     first cut, with the table. Places in them are drawn by atomic additions, but what becomes of a segment or of a run
@@ -264,8 +264,9 @@ def segment_kernel(
     tl.store(p_first_sources + at, source, mask=begins)
     count = tl.sum(begins.to(tl.int32), axis=0)
     if NARROW_D > 0:
-        widest = tl.max(tl.where(begins, table_dim(p_tables, table), 0), axis=0)
-        tl.store(p_counts + block, count + tl.where(widest <= NARROW_D, NARROW_BLOCK, 0))
+        narrow = table_dim(p_tables, table) <= NARROW_D
+        narrows = tl.sum((begins & narrow).to(tl.int32), axis=0)
+        tl.store(p_counts + block, count + tl.where(narrows == count, 1, tl.where(narrows > 0, 2, 0)) * NARROW_BLOCK)
     else:
         tl.store(p_counts + block, count)
     longs = tl.sum(long.to(tl.int32), axis=0)

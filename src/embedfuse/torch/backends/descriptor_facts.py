@@ -6,7 +6,7 @@ must be kept from call to call, and be changed through PyTorch (which counts ver
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -53,9 +53,16 @@ class FeatureFacts:
     dims: int
     starts: int  # of OFFSET, STRIDE and DIM together: every row starts at a multiple
     columns: int
+    by_dim: dict[int, tuple[int, int]]  # `starts` and `columns` of the features of each DIM
+    by_table: dict[int, int]  # `columns` of the features of each table
     clipped: bool  # whether any feature has a MAX_NORM
     tables: Tensor  # descriptors of the tables read, each learning by rule 0, none with a MAX_NORM
     lookups: dict[Any, Any] = field(default_factory=dict)  # what a backend has prepared for batches of a kind
+
+    def wide(self, above: int) -> tuple[int, int]:
+        """`starts` and `columns` of the features of more than so many columns."""
+        found = [aligned for dim, aligned in self.by_dim.items() if dim > above]
+        return alignment(*(starts for starts, _ in found)), alignment(*(columns for _, columns in found))
 
 
 @dataclass
@@ -69,10 +76,26 @@ class TableFacts:
     starts: int
     sources: int  # of T_SOURCE and T_DIM together
     slots: int
+    kinds: list[tuple[int, int]]  # T_RULE and T_DIM of each table
+    by_kind: dict[tuple[int, int], tuple[int, int]]  # `starts` and `slots` of the tables of each kind
     rules: frozenset[int]
     clipped: bool
     owners: Tensor  # int64 [tables that have rows, 2], on the device: ROW_BASE and number, sorted
     passes: dict[Any, Any] = field(default_factory=dict)  # what a backend has prepared for batches of a kind
+
+    def is_uneven(self, above: int) -> bool:
+        """Whether some tables of more than so many columns can be read in longer words than all of their rule's."""
+        for rule in {rule for rule, dim in self.by_kind if dim > above}:
+            wide, every = (self.of_rule(rule, least)[:2] for least in (above, 0))
+            if any(min(one, WIDE_WORD // 4) > other for one, other in zip(wide, every, strict=True)):
+                return True
+        return False
+
+    def of_rule(self, rule: int, above: int = 0) -> tuple[int, int, int]:
+        """`starts`, `slots` and `dims` of the tables of a rule that have more than so many columns."""
+        found = [(*a, dim) for (own, dim), a in self.by_kind.items() if own == rule and dim > above]
+        starts, slots, dims = zip(*found, strict=True) if found else ((), (), ())
+        return alignment(*starts), alignment(*slots), alignment(*dims)
 
 
 T = TypeVar("T")
@@ -92,10 +115,22 @@ def table_facts(tables: Tensor) -> TableFacts:
     return _facts(tables, _read_tables)
 
 
-def known_columns(features: Tensor) -> int:
-    """The alignment of the columns if it is known without waiting, else 1."""
+def known_columns(features: Tensor, facts: TableFacts, above: int) -> dict[int, tuple[int, int]]:
+    """For each rule the alignment of the columns of its tables, and of those of more than `above` columns.
+
+    1 where it is not known without waiting.
+    """
     entry = _known.get(_key(features, _read_features))
-    return 1 if entry is None else int(entry[1].columns)
+    if entry is None:
+        return dict.fromkeys(facts.rules, (1, 1))
+    read: FeatureFacts = entry[1]
+    if len(facts.rules) == 1 and facts.narrowest > above:
+        return dict.fromkeys(facts.rules, (read.columns, read.columns))
+    found = {}
+    for rule in facts.rules:
+        of_rule = [(dim, read.by_table.get(n, 0)) for n, (own, dim) in enumerate(facts.kinds) if own == rule]
+        found[rule] = alignment(*(c for _, c in of_rule)), alignment(*(c for dim, c in of_rule if dim > above))
+    return found
 
 
 def _key(tensor: Tensor, read: Callable[[Tensor], Any]) -> tuple[Any, ...]:
@@ -150,6 +185,12 @@ def rows_align(starts: int, dtype: torch.dtype) -> int:
     return min(starts, WIDE_WORD // dtype.itemsize)
 
 
+def _places(values: Any, everywhere: Any = None) -> Iterator[tuple[int, Any]]:
+    """Each of the values, and where it is; among those `everywhere`, if not among themselves."""
+    for value in np.unique(values).tolist():
+        yield value, (values if everywhere is None else everywhere) == value
+
+
 def _read_features(features: Tensor) -> FeatureFacts:
     host = features.detach().cpu().numpy()
     tables = np.zeros((int(host[:, TABLE].max()) + 1, TABLE_WIDTH), np.int64)
@@ -163,6 +204,11 @@ def _read_features(features: Tensor) -> FeatureFacts:
         dims=alignment(host[:, DIM]),
         starts=alignment(host[:, OFFSET], host[:, STRIDE], host[:, DIM]),
         columns=alignment(host[:, COLUMN]),
+        by_dim={
+            dim: (alignment(host[at, OFFSET], host[at, STRIDE], host[at, DIM]), alignment(host[at, COLUMN]))
+            for dim, at in _places(host[:, DIM])
+        },
+        by_table={table: alignment(host[at, COLUMN]) for table, at in _places(host[:, TABLE])},
         clipped=bool((host[:, MAX_NORM] != NO_MAX_NORM).any()),
         tables=torch.from_numpy(tables).to(features.device),
     )
@@ -179,6 +225,15 @@ def _read_tables(tables: Tensor) -> TableFacts:
         starts=alignment(host[:, T_OFFSET], host[:, T_DIM]),
         sources=alignment(host[:, T_SOURCE], host[:, T_DIM]),
         slots=alignment(host[:, T_SLOT0], host[:, T_SLOT1], host[:, T_DIM]),
+        kinds=list(map(tuple, host[:, [T_RULE, T_DIM]].tolist())),
+        by_kind={
+            (rule, dim): (
+                alignment(host[at & own, T_OFFSET], dim),
+                alignment(host[at & own, T_SLOT0], host[at & own, T_SLOT1], dim),
+            )
+            for rule, own in _places(host[:, T_RULE])
+            for dim, at in _places(host[own, T_DIM], host[:, T_DIM])
+        },
         rules=frozenset(host[:, T_RULE].tolist()),
         clipped=bool((host[:, T_MAX_NORM] != NO_MAX_NORM).any()),
         owners=torch.tensor(owners or [(0, 0)], dtype=torch.int64, device=tables.device),

@@ -42,7 +42,7 @@ class Lookup(NamedTuple):
     @classmethod
     def of(
         cls, config: LookupConfig, facts: FeatureFacts, table: torch.dtype, ids: torch.dtype, weighted: bool,
-        normalised: bool, check: bool, columns: int,
+        normalised: bool, check: bool, width: int,
     ) -> "Lookup":  # fmt: skip
         """That of tiles `config` (or of whole rows, where rows are cut to a length).
 
@@ -54,21 +54,24 @@ class Lookup(NamedTuple):
             weighted: whether each id has a weight.
             normalised: whether bags have scales.
             check: whether bad ids are reported.
-            columns: alignment of the features' columns and of a row of results.
+            width: of a row of results.
         """
         tiles = whole_rows(config, facts.widest) if facts.clipped else config
-        if tiles.short:
-            lanes = {"BAGS": tiles.lanes}
-        else:
-            lanes = {
-                "ROWS": tiles.lanes, "TURNS": tiles.turns, "GROUP": tiles.group, "SHORT": SHORT_BAG,
-                "NARROW": narrow_of(tiles, facts.narrowest),
-            }  # fmt: skip
+        lanes: dict[str, Any] = {"BAGS": tiles.lanes}
+        if not tiles.short:
+            lanes = {"ROWS": tiles.lanes, "TURNS": tiles.turns, "GROUP": tiles.group, "SHORT": SHORT_BAG}
+        # narrow tables keep wide ones from being read in long words, if one kernel reads both alike
+        starts, columns = facts.wide(tiles.block_d // tiles.narrow)
+        narrow = narrow_of(tiles, facts.narrowest, rows_align(starts, table) > rows_align(facts.starts, table))
+        if narrow == 1:
+            starts, columns = facts.starts, facts.columns
         made = launcher(
             pooled_short_kernel if tiles.short else pooled_long_kernel, tiles.warps, {
                 "HAS_WEIGHTS": weighted, "NORMALISED": normalised, "CHECK": check, "CLIPPED": facts.clipped,
-                "ALIGN": rows_align(facts.starts, table), "OUT_ALIGN": rows_align(columns, table),
-                "BLOCK_D": tiles.block_d, **lanes,
+                "ALIGN": rows_align(starts, table), "OUT_ALIGN": rows_align(alignment(columns, width), table),
+                "NARROW_ALIGN": rows_align(facts.starts, table),
+                "NARROW_OUT_ALIGN": rows_align(alignment(facts.columns, width), table),
+                "BLOCK_D": tiles.block_d, "NARROW": narrow, **lanes,
             }, (
                 table, torch.int64, ids, torch.int64, torch.float32 if weighted else None, table,
                 torch.float32 if normalised else None, torch.int64 if check else None,
@@ -117,10 +120,9 @@ class Lookups:
     def __call__(self, batch: LookupBatch) -> None:
         """Launches, on the current device. Ids, offsets and weights are contiguous, of the kernels' types."""
         short = is_short(batch)
-        columns = alignment(self._facts.columns, batch.width)
         kind = (
             batch.table.dtype, batch.ids.dtype, batch.weights is not None, batch.scale is not None,
-            batch.bad is not None, columns,
+            batch.bad is not None, batch.width,
         )  # fmt: skip
         lookup = self._found.get((*kind, short))
         if lookup is None:

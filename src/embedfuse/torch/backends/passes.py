@@ -66,7 +66,7 @@ class Passes:
     Args:
         sorter: the first half.
         summer: the second half.
-        columns: alignment of the features' columns.
+        columns: the largest alignment of any features' columns.
         fills: whether rows of the gradient that no id names get zeros in between.
     """
 
@@ -120,13 +120,13 @@ def passes_of(
             *update.rules, update.at_random, update.counted is None, None if grad_scale is None else grad_scale.dtype,
             None if skip is None else skip.dtype,
         )  # fmt: skip
-    aligned, ids = known_columns(features), csr.ids
+    aligned, ids = known_columns(features, facts, config.block_d // config.narrow), csr.ids
     kind = (
         # what is found keeps `config`, and with it its id
         id(config), target.mode, target.out.dtype, target.starts, None if source is None else source.dtype,
         target.sources, target.fill, step, ids.dtype, ids.shape[0] > INT32 // 2, csr.weights is None,
-        scale.shape[0] == 0, grad.dtype, row, column, last_element(rows, columns, row, column) > INT32, aligned,
-        winners is None, dots is None,
+        scale.shape[0] == 0, grad.dtype, row, column, last_element(rows, columns, row, column) > INT32,
+        *aligned.items(), winners is None, dots is None,
     )  # fmt: skip
     found: Passes | None = facts.passes.get(kind)
     if found is None:
@@ -141,6 +141,7 @@ def passes_of(
         found = facts.passes.get(key)
         if found is None:
             sorter = Sorter(order, facts, config)
-            found = facts.passes[key] = Passes(sorter, Summer(sums, sorter, facts, config), aligned, target.fill)
+            longest = max(wide for _, wide in aligned.values())
+            found = facts.passes[key] = Passes(sorter, Summer(sums, sorter, facts, config), longest, target.fill)
         facts.passes[kind] = found
     return found

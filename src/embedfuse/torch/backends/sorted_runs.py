@@ -148,7 +148,8 @@ class Sorter:
                 *[torch.int64 if order.counted else None] * 2, order.skip,
             ),
         )  # fmt: skip
-        self.narrow = narrow_of(config, facts.narrowest)
+        uneven = facts.is_uneven(config.block_d // config.narrow)
+        self.narrow = narrow_of(config, facts.narrowest, uneven)
         self._segments, self._carried = (
             launcher(
                 segment_kernel, 4, {

@@ -52,13 +52,15 @@ class Sums(NamedTuple):
     source: torch.dtype | None
     source_align: int
     grad: torch.dtype
-    grad_align: int
+    grad_aligns: tuple[tuple[int, int, int], ...]  # rules, alignments of all of its tables, and of wide ones
     winners: bool
     dots: bool
 
     @classmethod
-    def of(cls, target: Target, grad: Tensor, columns: int, winners: bool, dots: bool, clipped: bool) -> "Sums":
-        """Those of a target; `columns` is the alignment of the features' columns."""
+    def of(
+        cls, target: Target, grad: Tensor, columns: dict[int, tuple[int, int]], winners: bool, dots: bool, clipped: bool
+    ) -> "Sums":
+        """Those of a target; `columns` are as `known_columns` gives them."""
         update, source = target.update, target.source if clipped or dots else None
         out = target.out.dtype
         rules: tuple[type[Optimizer], ...] = ()
@@ -70,7 +72,9 @@ class Sums(NamedTuple):
         return cls(
             target.mode, rules, at_random, grad_scale, skip, out, rows_align(target.starts, out),
             None if source is None else source.dtype, 1 if source is None else rows_align(target.sources, source.dtype),
-            grad.dtype, grad_align(columns, grad), winners, dots,
+            grad.dtype, tuple(
+                [(rule, grad_align(every, grad), grad_align(wide, grad)) for rule, (every, wide) in columns.items()]
+            ), winners, dots,
         )  # fmt: skip
 
 
@@ -111,19 +115,18 @@ class Summer:
         common: dict[str, Any] = {
             "MODE": sums.mode, "AT_RANDOM": sums.at_random, "SEVERAL_RULES": len(rules) > 1,
             "HAS_GRAD_SCALE": sums.grad_scale is not None, "HAS_SKIP": sums.skip is not None,
-            "CLIPPED": facts.clipped, "ALIGN": sums.out_align, "SOURCE_ALIGN": sums.source_align,
-            "SLOT_ALIGN": min(facts.slots if steps else 1, WIDE_WORD // 4), "DIM_ALIGN": facts.dims,
-            "CHUNK": config.chunk, "BLOCK_D": config.block_d,
+            "CLIPPED": facts.clipped, "CHUNK": config.chunk, "BLOCK_D": config.block_d,
         }  # fmt: skip
-        reading = {
+        reads: dict[str, Any] = {
             "HAS_COEFFICIENTS": types["coefficients"] is not None, "HAS_WINNERS": sums.winners,
-            "HAS_DOTS": sums.dots, "GRAD_ALIGN": sums.grad_align, "NARROW": sorter.narrow,
+            "HAS_DOTS": sums.dots, "NARROW": sorter.narrow,
         }  # fmt: skip
         # few ids are dealt out to all programs that there can be
         self.few_parts = config.block // config.segments
         self.rules = []
         for number, rule in rules:
-            own = {**_rule(rule), **common}
+            aligned, reading = self._alignments(number, sorter.narrow, facts)
+            own, reading = {**_rule(rule), **common, **aligned}, {**reads, **reading}
             segments = [
                 launcher(
                     segments_kernel, config.warps,
@@ -152,6 +155,30 @@ class Summer:
             {"CHUNK": config.chunk, "FOLD": config.fold, "JOIN": config.join, "BLOCK_D": config.block_d},
             (sorter.key, real, real),
         )  # fmt: skip
+
+    def _alignments(self, rule: int, narrow: int, facts: TableFacts) -> tuple[dict[str, int], dict[str, int]]:
+        """What rows of the tables of a rule start at multiples of; others are not touched.
+
+        And for kernels that tell wide tables from narrow ones what rows of the wide ones do; and gradient rows.
+        """
+        sums = self.sums
+        grads = {number: aligned for number, *aligned in sums.grad_aligns}
+        every = wide = sums.out_align, 1, facts.dims
+        grad = wide_grad = min(aligned for aligned, _ in grads.values())
+        if sums.mode == STEP_ROWS:
+            every, wide = (
+                (rows_align(starts, sums.out), min(slots, WIDE_WORD // 4), dims)
+                for starts, slots, dims in (facts.of_rule(rule), facts.of_rule(rule, self.config.block_d // narrow))
+            )
+            grad, wide_grad = grads[rule]
+        if narrow == 1:
+            wide, wide_grad = every, grad
+        return {
+            "ALIGN": every[0], "SOURCE_ALIGN": sums.source_align, "SLOT_ALIGN": every[1], "DIM_ALIGN": every[2],
+        }, {
+            "GRAD_ALIGN": grad, "WIDE_ALIGN": wide[0], "WIDE_SLOT_ALIGN": wide[1], "WIDE_GRAD_ALIGN": wide_grad,
+            "WIDE_DIM_ALIGN": wide[2],
+        }  # fmt: skip
 
     def __call__(self, runs: SortedRuns, given: Given, to: Issuer) -> None:
         """Sums the gradient rows of each run, and does with the sums what they are for.
