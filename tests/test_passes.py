@@ -24,7 +24,8 @@ def test_what_is_found_is_what_the_batch_needs(monkeypatch: pytest.MonkeyPatch) 
     tables, features = put(CASE.tables), put(CASE.features)
     facts = table_facts(tables)
     # else the columns count as aligned to nothing
-    assert feature_facts(features).columns == known_columns(features) == 8
+    above = CONFIG.block_d // CONFIG.narrow
+    assert feature_facts(features).columns == 8 and set(known_columns(features, facts, above).values()) == {(8, 8)}
     plain, _ = state_of(CASE, [SGD(0.1)] * 2)
     other, _ = state_of(CASE, [Adagrad(0.1), RowWiseAdagrad(0.1)])
     scaled = dataclasses.replace(plain, grad_scale=torch.ones((), device=DEVICE))
@@ -55,7 +56,7 @@ def test_what_is_found_is_what_the_batch_needs(monkeypatch: pytest.MonkeyPatch) 
         order = Order.of(
             csr, scale, grad, chosen or dotted, target.mode != STORE_SUMS and FROZEN in facts.rules, target.update
         )
-        sums = Sums.of(target, grad, known_columns(features), chosen, dotted, facts.clipped)
+        sums = Sums.of(target, grad, known_columns(features, facts, above), chosen, dotted, facts.clipped)
         passes = passes_of(target, facts, CONFIG, features, csr, scale, grad, *aside)
         assert passes.sorter.order == order and passes.summer.sums == sums
         assert found.setdefault((order, sums), passes) is passes

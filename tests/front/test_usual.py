@@ -1,6 +1,7 @@
 """Lookups and steps like the ones before: whatever happens between them, all is as it is the long way."""
 
 import copy
+import gc
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ from repeating import repeat
 
 from embedfuse import SGD, Adagrad, FeatureConfig, TableConfig
 from embedfuse.torch import EmbeddingCollection, FusedOptimizer, JoinedBags
+from embedfuse.torch.backends import use_backend
 
 NAMES = ("a", "b", "c")
 
@@ -224,3 +226,136 @@ def test_memory_of_before_a_move_is_free_at_once(monkeypatch: pytest.MonkeyPatch
     buffer = weakref.ref(collection._groups[0].arena.buffer)
     collection.to(torch.float64)
     assert buffer() is None
+
+
+def _trained(update: Any = "step", rate: Any = 0.1, combiner: Any = "sum") -> tuple[EmbeddingCollection, Any]:
+    torch.manual_seed(1)
+    tables = [TableConfig(9, dim, name=f"t{dim}", combiner=combiner) for dim in (4, 3)]
+    collection = EmbeddingCollection({t.name: FeatureConfig(t) for t in tables}, SGD(rate), update=update)
+    return collection, FusedOptimizer(collection)
+
+
+def _joined(weights: Any = None, bags: int = 2) -> JoinedBags:
+    return JoinedBags(torch.arange(2 * bags) % 9, torch.arange(2 * bags + 1), weights, names=2)
+
+
+def test_a_table_that_was_replaced_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat(monkeypatch)
+    collection, optimizer = _trained()
+    for _ in range(3):
+        collection.concatenated(_joined()).sum().backward()
+        optimizer.step()
+    old = collection.tables["t4"]
+    collection.load_state_dict({k: v.clone() for k, v in collection.state_dict().items()}, assign=True)
+    collection.concatenated(_joined()).sum().backward()
+    old.square().sum().backward()
+    before = collection.tables["t4"].detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, collection.tables["t4"])
+
+
+def test_settings_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat(monkeypatch)
+    collection, optimizer = _trained()
+    for _ in range(3):
+        collection.concatenated(_joined()).sum().backward()
+        optimizer.step()
+    collection.update = "autograd"
+    collection.concatenated(_joined()).sum().backward()
+    assert collection.tables["t4"].grad is not None and not collection._ledger.records
+    collection, _ = _trained()
+    collection.update = "backward"
+    optimizer = FusedOptimizer(collection)
+    collection.concatenated(_joined())
+    with pytest.raises(RuntimeError, match="looked up again"):
+        collection.concatenated(_joined())
+
+
+def test_rates_that_drop_the_gradient_or_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats = repeat(monkeypatch)
+    leaf, drops = torch.nn.Parameter(torch.tensor(0.1)), False
+
+    def rate() -> float:
+        # only where gradients are off
+        leaf.mul_(1.0)
+        if drops:
+            optimizer.zero_grad()
+        return float(leaf)
+
+    with torch.no_grad():
+        collection, optimizer = _trained(rate=rate)
+    for _ in range(4):
+        collection.concatenated(_joined()).sum().backward()
+        optimizer.step()
+    assert repeats.steps > 0
+    drops, before = True, collection.tables["t4"].detach().clone()
+    for _ in range(2):
+        collection.concatenated(_joined()).sum().backward()
+        optimizer.step()
+        collection.__dict__["_usual"] = None
+        optimizer._usual.clear()
+    assert torch.equal(before, collection.tables["t4"])
+
+
+def test_refused_steps_ask_for_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat(monkeypatch)
+    asked: list[int] = []
+    collection, optimizer = _trained(rate=lambda: 0.1 + 0 * len(asked) + (asked.append(1) or 0))
+    for _ in range(4):
+        collection.concatenated(_joined()).sum().backward()
+        optimizer.step()
+    collection.concatenated(_joined()).sum().backward()
+    collection.tables["t4"].data = torch.zeros(5, 4)
+    before = len(asked)
+    with pytest.raises(ValueError, match="keep its shape"):
+        optimizer.step()
+    assert len(asked) == before
+
+
+@pytest.mark.parametrize("chosen", ["eager", "cpu", "triton"])
+def test_tables_without_memory(chosen: str) -> None:
+    if chosen == "triton" and torch.cuda.is_available():
+        pytest.skip("on a GPU Triton serves no CPU")
+    with use_backend(chosen):
+        table = TableConfig(9, 4, name="a")
+        collection = EmbeddingCollection({"a": FeatureConfig(table)}, device="meta")
+        nothing = torch.zeros(3, dtype=torch.int64, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+        for _ in range(2):
+            assert collection.concatenated(JoinedBags(*nothing, names=1)).shape == (3, 4)
+
+
+def test_weights_inside_of_transforms() -> None:
+    collection, _ = _trained()
+    weights = torch.rand(4, requires_grad=True)
+    flat, spec = torch.utils._pytree.tree_flatten(_joined(weights))
+
+    def look_up(given: torch.Tensor) -> torch.Tensor:
+        return collection.concatenated(torch.utils._pytree.tree_unflatten([*flat[:2], given], spec))
+
+    upstream = torch.rand(2, 7)
+    (wanted,) = torch.autograd.grad(look_up(weights), weights, upstream)
+    # the C++ engine reads no tensors that a transform has wrapped
+    with use_backend("eager"):
+        _, back = torch.func.vjp(look_up, weights.detach())
+        (found,) = back(upstream)
+    assert wanted.abs().min() > 0 and torch.allclose(found, wanted)
+
+
+def test_what_backward_reads_is_free_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for repeats in (False, True):
+        if repeats:
+            repeat(monkeypatch)
+        collection, optimizer = _trained(combiner="mean")
+        losses, before = [], None
+        for number in range(8):
+            loss = collection.concatenated(_joined(bags=50)).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+            live = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (100,)]
+            if number == 3:
+                before = len(live)
+        assert len(live) == before
+        # what a graph holds besides: no buffer, no scale, not its own result
+        (one,) = (node[0].one for node in losses[-1].grad_fn.next_functions)
+        assert one.table is None and one.scale is None and one.out is None

@@ -11,8 +11,8 @@ SHORT_BAG = 4
 GROUP = 4
 """Neighbours that `pooled_long_kernel` looks up together if they are short."""
 NARROW, EVEN = 4, 64
-"""Tables narrower than the widest one by this factor have tiles of their own shape; with tiles of fewer columns than
-EVEN only if they keep the others from being read in long words."""
+"""Tables narrower than the widest one by NARROW have tiles of their own shape, if that one has EVEN columns or more, or
+where they keep it from being read in long words."""
 RADIX_DIGIT, RADIX_THREADS, RADIX_BLOCKS = 8, 256, 4
 """Of `cuda/radix_sort.cu`: the most bits it sorts by at once, threads of a block, blocks of a multiprocessor."""
 RADIX_FEW, RADIX_SOME, RADIX_MANY = 4, 8, 16
@@ -75,17 +75,10 @@ def ceil_div(number: int, step: int) -> int:
     return -(-number // step)
 
 
-def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int, uneven: bool) -> int:
-    """By how much narrower tables are that have tiles of their own shape; 1 if there are none.
-
-    Args:
-        config: tile sizes.
-        narrowest: the least columns of any table.
-        uneven: whether wider tables can be read in longer words than narrow ones.
-    """
+def narrow_of(config: LookupConfig | UpdateConfig, narrowest: int, wanted: bool) -> int:
+    """By how much narrower tables are that have tiles of their own shape; 1 if there are none, or none are wanted."""
     # sums of cut runs are read in words of four
-    fits = max(narrowest, 4) * config.narrow <= config.block_d
-    return config.narrow if fits and (config.block_d >= EVEN or uneven) else 1
+    return config.narrow if wanted and max(narrowest, 4) * config.narrow <= config.block_d else 1
 
 
 @cache

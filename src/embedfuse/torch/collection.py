@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -216,17 +216,16 @@ class EmbeddingCollection(nn.Module):
         return self._look_up(number, own, batch, self._launch(number, *forms_of(parts)), policy, parts)
 
     def _lookup_joined(self, joined: JoinedBags) -> Tensor:
-        compiling = torch.compiler.is_compiling()
-        if not compiling and self._usual is not None:
-            found = self._usual.again(joined, self.out_of_range)
+        if not torch.compiler.is_compiling() and self._usual is not None:
+            found = self._usual.again(joined, self.out_of_range, self.update)
             if found is not None:
                 return found
         own, arena = self._settled(0), self._groups[0].arena
         batch = assemble_joined(joined, self._joinable, accumulation_dtype(arena.buffer.dtype))
         known = self._launch(0, (1,) * len(self._leaves))
         out = self._look_up(0, own, batch, known)
-        if not compiling and own and not is_transformed():
-            self.__dict__["_usual"] = UsualLookup.of(arena, known, self._joinable.names, self._anchor, self.update)
+        if own and not is_watched(batch[0]) and not is_transformed():
+            self.__dict__["_usual"] = UsualLookup.of(arena, known, self._joinable.names, self._anchor)
         return out
 
     def _settled(self, number: int) -> bool:
@@ -244,8 +243,7 @@ class EmbeddingCollection(nn.Module):
         parts: Sequence[Part] = (),
     ) -> Tensor:  # fmt: skip
         arena = self._groups[number].arena
-        buffer = arena.buffer
-        ids, offsets, weights, bags = batch
+        buffer, (ids, offsets, weights, bags) = arena.buffer, batch
         if ids.device != buffer.device:
             raise ValueError(
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"
@@ -260,7 +258,6 @@ class EmbeddingCollection(nn.Module):
             policy = "drop"
             ids = without_fillers(ids, offsets, parts, bags)
             batch = ids, offsets, weights, bags
-        # tables that nobody can look up but by the dispatcher are of ids that nobody else can
         watched = is_watched(ids)
         learns = torch.is_grad_enabled() and (watched or arena.learns())
         if own and not exporting:
@@ -282,8 +279,7 @@ class EmbeddingCollection(nn.Module):
             )  # fmt: skip
         else:
             out, _ = call(PooledLookup, weights, launch.features, ids, offsets, layout, *tables)
-        result: Tensor = out
-        return result
+        return cast(Tensor, out)
 
     def discard(self) -> None:
         """Forgets gradients that wait for the optimizer, and lookups whose backward will never run."""
@@ -342,7 +338,7 @@ class EmbeddingCollection(nn.Module):
         self.__dict__["_shelf"] = _Shelf()
         self.__dict__["_number"] = ledgers.call_number()
         _living[self._number] = self
-        self.__dict__["_ledger"] = ledgers.Ledger(self.update, self._learning)
+        self.__dict__["_ledger"] = ledgers.Ledger(lambda: self.update, self._learning)
 
     def _learning(self, group: int) -> tuple[bool, ...]:
         return tuple(map(_LEARNS, self._groups[group].arena.parameters))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..optim import Optimizer
+from .state import ordinary_tensors
 
 
 class LearningRates:
@@ -31,5 +32,6 @@ class LearningRates:
                     "number",
                     stacklevel=2,
                 )
-            group["lr"] = self._written[number] = optimizer.current_learning_rate()
+            with ordinary_tensors():
+                group["lr"] = self._written[number] = optimizer.current_learning_rate()
         return [float(group["lr"]) for group in groups]

@@ -68,7 +68,7 @@ class Ledger:
     """The records of one collection that wait for `optimizer.step()`. Lives as long as the collection.
 
     Attributes:
-        update: the collection's.
+        update: what the collection's is now.
         learns: for each table of a group, whether it is to learn now.
         on_backward: what to do with a record at once (`update="backward"`); None keeps it.
         optimizer: whoever will use the records.
@@ -76,7 +76,7 @@ class Ledger:
         current: groups looked up since their rows changed last (the same).
     """
 
-    update: str
+    update: Callable[[], str]
     learns: Callable[[int], tuple[bool, ...]]
     records: list[Record] = field(default_factory=list)
     on_backward: Callable[[Record], None] | None = None
@@ -87,13 +87,14 @@ class Ledger:
 
     def check(self, group: int = 0) -> None:
         """Before each training lookup of a group: raises RuntimeError if it cannot be right."""
+        update = self.update()
         if _CAN_BE_MANY and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise RuntimeError(
-                f"update={self.update!r} changes the tables of this process only, and "
+                f"update={update!r} changes the tables of this process only, and "
                 f"{torch.distributed.get_world_size()} processes hold copies of them, which would drift apart: use "
                 'update="autograd" with DistributedDataParallel and a torch optimizer'
             )
-        if self.update == "backward":
+        if update == "backward":
             if self.on_backward is None:
                 raise RuntimeError(
                     'update="backward" needs its optimizer before the first training lookup: create '

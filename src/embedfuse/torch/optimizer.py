@@ -133,10 +133,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         record, rates = self._only_record(), None
         usual = None if record is None else self._usual.get(self._states[0][0])
-        if record is not None and usual is not None:
+        if record is not None and usual is not None and usual.fits(record):
             self._check([record])
             rates = self._rates.now(self.param_groups)
-            if usual.again(record, rates):
+            # a rate may be a function, which may do anything
+            if self._only_record() is record and usual.again(record, rates):
                 self._drop()
                 return loss
         with ordinary_tensors():
@@ -155,7 +156,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for work in every:
             if work is not None:
                 _run(work, grad_scale, skip)
-        if record is not None and every[0] is not None:
+        if record is not None and every and every[0] is not None:
             self._usual[every[0].state] = UsualStep.of(every[0].state, record, rates)
         self._drop()
 
@@ -181,7 +182,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         def apply(record: Record) -> None:
             with ordinary_tensors():
                 usual, rates = self._usual.get(self._states[number][record.group]), None
-                if usual is not None:
+                if usual is not None and usual.fits(record):
                     rates = self._rates.now(self.param_groups)
                     if usual.again(record, rates):
                         return

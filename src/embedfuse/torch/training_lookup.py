@@ -28,11 +28,11 @@ class Training:
     number: int  # of the slot
     launch: Launch
     features: Tensor  # the descriptors that are read; those of the launch follow the tables
-    table: Tensor | None  # the buffer, until it is known that backward will not read it
+    table: Tensor | None  # the buffer, until autograd has what it needs of it
     bags: int
     policy: Policy
-    out: Tensor | None = None  # what was looked up, until autograd has it
-    scale: Tensor | None = None  # of the bags
+    out: Tensor | None = None  # what was looked up, and the bags' scale; until autograd has them
+    scale: Tensor | None = None
 
     def look_up(self, weights: Tensor | None, ids: Tensor, offsets: Tensor) -> None:
         """Fills in `out` and `scale`."""
@@ -62,9 +62,7 @@ class LookupForUpdate(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _anchor, weights, ids, offsets, one = inputs
         ctx.one = one
-        ctx.save_for_backward(weights, one.table if ctx.needs_input_grad[1] else None, ids, offsets)
-        # rows change before backward runs, and the memory may be most of a device
-        one.table = None
+        ctx.save_for_backward(weights, one.table if ctx.needs_input_grad[1] else None, ids, offsets, one.scale)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -72,17 +70,25 @@ class LookupForUpdate(torch.autograd.Function):
         'lookups whose tables an optimizer steps cannot be differentiated twice: use update="autograd"'
     )
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        weights, table, ids, offsets = ctx.saved_tensors
+        weights, table, ids, offsets, scale = ctx.saved_tensors
         if grad is None:
             return None, None, None, None, None
         one: Training = ctx.one
         csr = Csr(ids, offsets, weights, one.bags)
-        found = ops.hand_over(one.slot(), csr, cast(Tensor, one.scale), grad, one.features, table)
+        found = ops.hand_over(one.slot(), csr, scale, grad, one.features, table)
         return None, found, None, None, None
 
 
 # past `Function.apply`, which inspects the signature of `forward` in every call, for 30 µs
-apply: Any = super(torch.autograd.Function, LookupForUpdate).apply
+_apply: Any = super(torch.autograd.Function, LookupForUpdate).apply
+
+
+def joins_graph(anchor: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, one: Training) -> Tensor:
+    """What was looked up, with a backward; not inside of a transform, which must see the lookup itself."""
+    out = _apply(anchor, weights, ids, offsets, one)
+    # what backward reads is saved: a graph frees it sooner than this
+    one.table = one.scale = None
+    return cast(Tensor, out)
 
 
 def training_lookup(
@@ -103,11 +109,11 @@ def training_lookup(
     ledger.check(known.slot.group)
     if is_transformed():
         # which must see the lookup itself
-        usual: Any = LookupForUpdate.apply
-        out = usual(anchor, weights, ids, offsets, one)
+        apply: Any = LookupForUpdate.apply
+        out = apply(anchor, weights, ids, offsets, one)
     else:
         one.look_up(weights, ids, offsets)
-        out = apply(anchor, weights, ids, offsets, one)
+        out = joins_graph(anchor, weights, ids, offsets, one)
     # after the lookup: one that raises has no backward to wait for
     ledger.opened(known.slot.group)
     return cast(Tensor, out)

@@ -17,7 +17,7 @@ from .functions import is_transformed, is_watched
 from .joined_bags import JoinedBags
 from .ledger import Known
 from .tables import LEARN, Arena
-from .training_lookup import Training, apply
+from .training_lookup import Training, joins_graph
 
 grad_enabled: Any = torch.is_grad_enabled
 
@@ -31,15 +31,12 @@ class UsualLookup:
     count: int  # of features
     names: tuple[str, ...]
     anchor: Tensor
-    trains: bool  # whether lookups of tables that learn are for an optimizer
     backend: str  # that was chosen
     features: Tensor
     lookups: Any  # of the features, by a backend
 
     @classmethod
-    def of(
-        cls, arena: Arena, known: Known, names: tuple[str, ...], anchor: Tensor, update: str
-    ) -> "UsualLookup | None":
+    def of(cls, arena: Arena, known: Known, names: tuple[str, ...], anchor: Tensor) -> "UsualLookup | None":
         """None where a backend's own time is what counts, or ids must be prepared first."""
         buffer, launch = arena.buffer, known.launch
         lookups = getattr(select(buffer.device, buffer.dtype), "lookups", None)
@@ -47,11 +44,11 @@ class UsualLookup:
             return None
         features = launch.features
         return cls(
-            arena, known, len(names), names, anchor, update != "autograd", chosen(), features, lookups(features)
+            arena, known, len(names), names, anchor, chosen(), features, lookups(features)
         )  # fmt: skip
 
-    def again(self, joined: JoinedBags, policy: Policy) -> Tensor | None:
-        """The lookup; None, and nothing is done, if anything at all is different."""
+    def again(self, joined: JoinedBags, policy: Policy, update: str) -> Tensor | None:
+        """The lookup, by the collection's settings; None, and nothing is done, if anything at all is different."""
         bags, known, arena = joined._bags, self.known, self.arena
         ids, offsets, weights = bags.ids, bags.offsets, bags.weights
         names, launch, buffer = joined.names, known.launch, arena.buffer
@@ -64,7 +61,7 @@ class UsualLookup:
             return None
         state = arena.state()
         learn = state == LEARN and grad_enabled()
-        if not state or (learn and not self.trains):
+        if not state or (learn and update == "autograd"):
             return None
         if weights is not None:
             if not learn and weights.requires_grad and grad_enabled():
@@ -79,7 +76,7 @@ class UsualLookup:
         if found is None or not learn:
             return None if found is None else found[0]
         one = Training(known.weakly, known.number, launch, self.features, buffer, count, policy, *found)
-        out: Tensor = apply(self.anchor, weights, ids, offsets, one)
+        out = joins_graph(self.anchor, weights, ids, offsets, one)
         # after the lookup: one that raises has no backward to wait for
         known.slot.ledger.opened(known.slot.group)
         return out

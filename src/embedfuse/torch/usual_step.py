@@ -48,18 +48,23 @@ class UsualStep:
         """Drops what holds memory of tables that have moved."""
         self.update = None
 
-    def again(self, record: Record, rates: list[float]) -> bool:
-        """Steps, and says so; False, and nothing is done, if anything at all is different."""
+    def fits(self, record: Record) -> bool:
+        """Whether all but the learning rates is as before: a look, which changes nothing."""
         state, update = self.state, self.update
         arena = state.arena
-        if (
-            update is None or update.table is not arena.buffer or update.features is not record.launch.features
-            or state.learning_rates is not self.of_tables or rates != self.rates or record.learns != self.learns
-            or record.factor is not None or arena._tables._changes != self.changes or chosen() != self.backend
-            or not arena.state()
-        ):  # fmt: skip
+        return (
+            update is not None and update.table is arena.buffer and update.features is record.launch.features
+            and record.learns == self.learns and record.factor is None and arena._tables._changes == self.changes
+            and chosen() == self.backend and arena.state() != 0
+        )  # fmt: skip
+
+    def again(self, record: Record, rates: list[float]) -> bool:
+        """Steps, and says so; False, and nothing is done, if rates or the batch's launches differ. It must fit."""
+        state, update = self.state, self.update
+        assert update is not None
+        if state.learning_rates is not self.of_tables or rates != self.rates:
             return False
         if not self.repeat(update, record.csr, record.scale, record.grad):
             return False
-        arena.written()
+        state.arena.written()
         return True

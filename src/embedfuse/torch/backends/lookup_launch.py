@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.configs import SHORT_BAG, LookupConfig, ceil_div, narrow_of, whole_rows
+from ...kernels.configs import EVEN, SHORT_BAG, LookupConfig, ceil_div, narrow_of, whole_rows
 from ...kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
 from . import Csr, Policy
 from .descriptor_facts import FeatureFacts, alignment, rows_align
@@ -62,7 +62,8 @@ class Lookup(NamedTuple):
             lanes = {"ROWS": tiles.lanes, "TURNS": tiles.turns, "GROUP": tiles.group, "SHORT": SHORT_BAG}
         # narrow tables keep wide ones from being read in long words, if one kernel reads both alike
         starts, columns = facts.wide(tiles.block_d // tiles.narrow)
-        narrow = narrow_of(tiles, facts.narrowest, rows_align(starts, table) > rows_align(facts.starts, table))
+        uneven = rows_align(starts, table) > rows_align(facts.starts, table)
+        narrow = narrow_of(tiles, facts.narrowest, tiles.block_d >= EVEN and (uneven or not tiles.short))
         if narrow == 1:
             starts, columns = facts.starts, facts.columns
         made = launcher(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.configs import UpdateConfig, ceil_div, narrow_of
+from ...kernels.configs import EVEN, UpdateConfig, ceil_div, narrow_of
 from ...kernels.runs import key_kernel, segment_kernel
 from . import Csr, Update
 from .descriptor_facts import TableFacts
@@ -148,8 +148,8 @@ class Sorter:
                 *[torch.int64 if order.counted else None] * 2, order.skip,
             ),
         )  # fmt: skip
-        uneven = facts.is_uneven(config.block_d // config.narrow)
-        self.narrow = narrow_of(config, facts.narrowest, uneven)
+        wanted = config.block_d >= EVEN or facts.is_uneven(config.block_d // config.narrow)
+        self.narrow = narrow_of(config, facts.narrowest, wanted)
         self._segments, self._carried = (
             launcher(
                 segment_kernel, 4, {
