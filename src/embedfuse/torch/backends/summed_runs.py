@@ -170,19 +170,19 @@ class Summer:
             narrow: as of `Sorter`.
             facts: of the tables.
         """
-        sums = self.sums
+        sums, above = self.sums, self.config.block_d // narrow
         grads = {number: aligned for number, *aligned in sums.grad_aligns}
         every = wide = sums.out_align, 1, facts.dims
         grad = wide_grad = min(aligned for aligned, _ in grads.values())
         if sums.mode == STEP_ROWS:
             every, wide = (
                 (rows_align(starts, sums.out), min(slots, WIDE_WORD // 4), dims)
-                for starts, slots, dims in (facts.of_rule(rule), facts.of_rule(rule, self.config.block_d // narrow))
+                for starts, slots, dims in (facts.of_rule(rule), facts.of_rule(rule, above))
             )
             grad, wide_grad = grads[rule]
         # state of every element, and gradient rows of shorter words than rows have: 2 to 8 % slower so (H200, 2026-11)
-        slower = each and wide_grad < wide[0] and self.config.block_d >= EVEN
-        if narrow == 1 or slower:
+        is_slower = each and wide_grad < wide[0] and self.config.block_d >= EVEN
+        if narrow == 1 or (is_slower and any(own == rule and dim > above for own, dim in facts.by_kind)):
             wide, wide_grad = every, grad
         return {
             "ALIGN": every[0], "SOURCE_ALIGN": sums.source_align, "SLOT_ALIGN": every[1], "DIM_ALIGN": every[2],
