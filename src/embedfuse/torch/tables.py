@@ -194,19 +194,19 @@ class Arena:
         return list(map(Tensor.stride, tables)) == self._steps
 
     def state(self) -> int:
-        """0 unless the tables are the collection's and all lie where the descriptors say, else whether any learn.
-
-        Asked in every step: 0 also if nobody knows yet.
-        """
+        """0 unless the tables are the collection's and all lie where the descriptors say, else 1, or LEARN."""
         tables = self._tables
-        if self._planned is None or self._seen != tables._changes or not self._holds_all:
+        # asked in every step, of hundreds of tables
+        if self._planned is not None and self._seen == tables._changes and self._holds_all:
+            found: int = self._planned.hold_own(tables._parameters, tables._own, self.buffer)
+            return found
+        if not (self.is_own() and self.is_whole()):
             return 0
-        found: int = self._planned.hold_own(tables._parameters, tables._own, self.buffer)
-        return found
+        return LEARN if self.learns() else 1
 
     def is_settled(self) -> bool:
         """Whether the tables are the collection's, and all lie where the descriptors say."""
-        return self.state() != 0 or (self.is_own() and self.is_whole())
+        return self.state() != 0
 
     def learns(self) -> bool:
         """Whether any table does."""
