@@ -239,12 +239,16 @@ def _joined(weights: Any = None, bags: int = 2) -> JoinedBags:
     return JoinedBags(torch.arange(2 * bags) % 9, torch.arange(2 * bags + 1), weights, names=2)
 
 
+def _steps(collection: EmbeddingCollection, optimizer: Any, count: int) -> None:
+    for _ in range(count):
+        collection.concatenated(_joined()).sum().backward()
+        optimizer.step()
+
+
 def test_a_table_that_was_replaced_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
     repeat(monkeypatch)
     collection, optimizer = _trained()
-    for _ in range(3):
-        collection.concatenated(_joined()).sum().backward()
-        optimizer.step()
+    _steps(collection, optimizer, 3)
     old = collection.tables["t4"]
     collection.load_state_dict({k: v.clone() for k, v in collection.state_dict().items()}, assign=True)
     collection.concatenated(_joined()).sum().backward()
@@ -257,9 +261,7 @@ def test_a_table_that_was_replaced_has_no_say(monkeypatch: pytest.MonkeyPatch) -
 def test_settings_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     repeat(monkeypatch)
     collection, optimizer = _trained()
-    for _ in range(3):
-        collection.concatenated(_joined()).sum().backward()
-        optimizer.step()
+    _steps(collection, optimizer, 3)
     collection.update = "autograd"
     collection.concatenated(_joined()).sum().backward()
     assert collection.tables["t4"].grad is not None and not collection._ledger.records
@@ -284,14 +286,11 @@ def test_rates_that_drop_the_gradient_or_compute(monkeypatch: pytest.MonkeyPatch
 
     with torch.no_grad():
         collection, optimizer = _trained(rate=rate)
-    for _ in range(4):
-        collection.concatenated(_joined()).sum().backward()
-        optimizer.step()
+    _steps(collection, optimizer, 4)
     assert repeats.steps > 0
     drops, before = True, collection.tables["t4"].detach().clone()
     for _ in range(2):
-        collection.concatenated(_joined()).sum().backward()
-        optimizer.step()
+        _steps(collection, optimizer, 1)
         collection.__dict__["_usual"] = None
         optimizer._usual.clear()
     assert torch.equal(before, collection.tables["t4"])
@@ -301,9 +300,7 @@ def test_refused_steps_ask_for_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     repeat(monkeypatch)
     asked: list[int] = []
     collection, optimizer = _trained(rate=lambda: 0.1 + 0 * len(asked) + (asked.append(1) or 0))
-    for _ in range(4):
-        collection.concatenated(_joined()).sum().backward()
-        optimizer.step()
+    _steps(collection, optimizer, 4)
     collection.concatenated(_joined()).sum().backward()
     collection.tables["t4"].data = torch.zeros(5, 4)
     before = len(asked)

@@ -16,14 +16,16 @@ class Program {
   // that the launches share, whose address is one more field. `steps`: (kernels, grid, arguments, aside); or, of a
   // kernel of its own making, (function, grid, arguments, driver, threads, together); or whether the second stream is
   // to wait for the first from there on, else the first for the second. A grid has one to three places.
-  Program(const Reader& reader, size_t given, const nb::list& values, const nb::list& guards, size_t size, const nb::list& steps)
+  Program(const Reader& reader, size_t given, const nb::list& values, const nb::list& guards, size_t size,
+          const nb::list& steps)
       : reader_(reader), given_(given), size_(size) {
     for (const nb::handle& one : values) {
       const auto made = nb::cast<nb::tuple>(one);
       const Value value{static_cast<Made>(number(item(made, 0))), number(item(made, 1)), number(item(made, 2))};
       const auto before = static_cast<int64_t>(values_.size());
       const bool of_two = value.made != Made::GIVEN && value.made != Made::CONSTANT;
-      if (value.made < Made::GIVEN || value.made > Made::QUOTIENT || (value.made == Made::GIVEN && (value.left < 0 || value.left > int64_t(FIELDS * given))) ||
+      if (value.made < Made::GIVEN || value.made > Made::QUOTIENT ||
+          (value.made == Made::GIVEN && (value.left < 0 || value.left > int64_t(FIELDS * given))) ||
           (of_two && (value.left < 0 || value.right < 0 || value.left >= before || value.right >= before)))
         throw std::invalid_argument("a value that follows from nothing");
       values_.push_back(value);

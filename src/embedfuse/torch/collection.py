@@ -345,10 +345,8 @@ class EmbeddingCollection(nn.Module):
 
     def _settle(self) -> None:
         """Follows tables that moved by themselves: an assignment to `.data`, or `load_state_dict(assign=True)`."""
-        for group in self._groups:
-            if not group.arena.is_settled():
-                self._link()
-                break
+        if not all(group.arena.is_settled() for group in self._groups):
+            self._link()
 
     def _link(self) -> None:
         """Everything that follows the tables: their buffers, and descriptors on their device."""

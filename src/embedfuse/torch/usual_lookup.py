@@ -28,7 +28,6 @@ class UsualLookup:
 
     arena: Arena
     known: Known
-    count: int  # of features
     names: tuple[str, ...]
     anchor: Tensor
     backend: str  # that was chosen
@@ -42,19 +41,16 @@ class UsualLookup:
         lookups = getattr(select(buffer.device, buffer.dtype), "lookups", None)
         if lookups is None or launch.has_defaults:
             return None
-        features = launch.features
-        return cls(
-            arena, known, len(names), names, anchor, chosen(), features, lookups(features)
-        )  # fmt: skip
+        return cls(arena, known, names, anchor, chosen(), launch.features, lookups(launch.features))
 
     def again(self, joined: JoinedBags, policy: Policy, update: str) -> Tensor | None:
         """The lookup, by the collection's settings; None, and nothing is done, if anything at all is different."""
         bags, known, arena = joined._bags, self.known, self.arena
         ids, offsets, weights = bags.ids, bags.offsets, bags.weights
-        names, launch, buffer = joined.names, known.launch, arena.buffer
+        count, launch, buffer = len(self.names), known.launch, arena.buffer
         if (
             type(ids) is not Tensor or is_watched() or is_transformed() or chosen() != self.backend
-            or (names != self.count and names != self.names)
+            or (joined.names != count and joined.names != self.names)
             # a copy of the collection may have moved the tables of both
             or launch.features is not self.features
         ):  # fmt: skip
@@ -67,15 +63,15 @@ class UsualLookup:
             if not learn and weights.requires_grad and grad_enabled():
                 return None
             weights = unwrap_if_dead(weights)
-        ids, offsets, count = unwrap_if_dead(ids), unwrap_if_dead(offsets), (offsets.shape[0] - 1) // self.count
+        ids, offsets = unwrap_if_dead(ids), unwrap_if_dead(offsets)
         if learn:
             # it may refuse
             known.slot.ledger.check(known.slot.group)
-        csr = Csr(ids, offsets, weights, count)
+        csr = Csr(ids, offsets, weights, (offsets.shape[0] - 1) // count)
         found = self.lookups.again(buffer, self.features, csr, launch.width, launch.normalised, policy)
         if found is None or not learn:
             return None if found is None else found[0]
-        one = Training(known.weakly, known.number, launch, self.features, buffer, count, policy, *found)
+        one = Training(known.weakly, known.number, launch, self.features, buffer, csr.bags, policy, *found)
         out = joins_graph(self.anchor, weights, ids, offsets, one)
         # after the lookup: one that raises has no backward to wait for
         known.slot.ledger.opened(known.slot.group)

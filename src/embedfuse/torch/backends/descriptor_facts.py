@@ -75,7 +75,6 @@ class TableFacts:
     dims: int
     starts: int
     sources: int  # of T_SOURCE and T_DIM together
-    slots: int
     kinds: list[tuple[int, int]]  # T_RULE and T_DIM of each table
     by_kind: dict[tuple[int, int], tuple[int, int]]  # `starts` and `slots` of the tables of each kind
     rules: frozenset[int]
@@ -224,7 +223,6 @@ def _read_tables(tables: Tensor) -> TableFacts:
         dims=alignment(host[:, T_DIM]),
         starts=alignment(host[:, T_OFFSET], host[:, T_DIM]),
         sources=alignment(host[:, T_SOURCE], host[:, T_DIM]),
-        slots=alignment(host[:, T_SLOT0], host[:, T_SLOT1], host[:, T_DIM]),
         kinds=list(map(tuple, host[:, [T_RULE, T_DIM]].tolist())),
         by_kind={
             (rule, dim): (

@@ -102,11 +102,10 @@ def refuse_bad_ids(ids: Tensor, rows: int, policy: Policy) -> None:
             raise BadId(int(bad.nonzero()[0]))
         return
     # earlier ones first: were it asked after the writing, this call's own might be there already, or not
-    device_errors.report(ids.device)
+    flag = device_errors.reported(ids.device)
     # the word that kernels write, see `device_errors`; the largest is the first position
     first = device_errors.POSITION_LIMIT - torch.arange(ids.shape[0], device=ids.device)
     word = torch.where(bad, first << device_errors.FEATURE_BITS, 0).amax()
-    flag = device_errors.flag(ids.device)
     torch.maximum(flag, word, out=flag)
 
 
