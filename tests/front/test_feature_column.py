@@ -139,9 +139,9 @@ def test_all_fused_columns_are_one_lookup(monkeypatch):
     from embedfuse.torch import collection
 
     calls = []
-    launched = collection.EmbeddingCollection._lookup
+    launched = collection.EmbeddingCollection._look_up
     monkeypatch.setattr(
-        collection.EmbeddingCollection, "_lookup", lambda self, *args: calls.append(1) or launched(self, *args)
+        collection.EmbeddingCollection, "_look_up", lambda self, *args: calls.append(1) or launched(self, *args)
     )
     columns = [
         fc.embedding_column(fc.categorical_column_with_identity(f"f{n}", 9 + n), 2 + n, max_norm=n or None)

@@ -10,7 +10,7 @@ import torch
 from repeating import repeat
 
 from embedfuse import SGD, Adagrad, FeatureConfig, TableConfig
-from embedfuse.torch import EmbeddingCollection, FusedOptimizer, JoinedBags
+from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer, JoinedBags
 from embedfuse.torch.backends import use_backend
 
 NAMES = ("a", "b", "c")
@@ -54,7 +54,7 @@ def _bags(rng: random.Random) -> dict[str, Any]:
     return {
         "ids": ids, "offsets": offsets, "weights": weights, "names": names, "learned": rng.random() < 0.4,
         "mode": rng.choice([None] * 12 + ["no_grad", "inference"]), "seed": rng.random(),
-        "dense": rng.choice([0] * 9 + [1, 2]),
+        "form": rng.choice(["joined"] * 5 + ["nest"] * 5 + ["ids", "matrix"]),
     }  # fmt: skip
 
 
@@ -63,17 +63,31 @@ def _look_up(side: Side, given: dict[str, Any]) -> Any:
     if weights is not None:
         weights = weights.clone().requires_grad_(given["learned"])
     side.forget()
-    if given["dense"]:
-        ids = torch.arange(6 * given["dense"]).view(6, -1) % 9
-        found = side.collection(dict.fromkeys(NAMES, ids))
+    if given["form"] == "matrix":
+        found = side.collection(dict.fromkeys(NAMES, torch.arange(12).view(6, -1) % 9))
         out = torch.cat([found[name].flatten(1) for name in NAMES], 1)
         side.out = (out, None) if out.requires_grad else None
         return out.detach(), out.requires_grad
-    joined = JoinedBags(given["ids"], given["offsets"], weights, names=given["names"])
+    if given["form"] == "joined":
+        inputs: Any = JoinedBags(given["ids"], given["offsets"], weights, names=given["names"])
+    else:
+        inputs = dict(zip(NAMES, JoinedBags(given["ids"], given["offsets"], weights, names=3).split(), strict=True))
+        if given["form"] == "ids":
+            some = NAMES if given["seed"] < 0.5 else NAMES[1:]
+            inputs.update(dict.fromkeys(some, torch.arange(len(given["offsets"]) // 3)))
+        elif given["seed"] < 0.1 and len(inputs["b"]) > 1:
+            # of another number of bags
+            inputs["b"] = Bags(inputs["b"].ids[:1], torch.tensor([0, len(inputs["b"].ids[:1])]))
     if given["mode"] is not None:
         with torch.no_grad() if given["mode"] == "no_grad" else torch.inference_mode():
-            return side.collection.concatenated(joined)
-    out = side.collection.concatenated(joined)
+            return side.collection(inputs)["b"] if given["form"] == "nest" else side.collection.concatenated(inputs)
+    if given["form"] == "nest" and given["seed"] < 0.5:
+        found = side.collection(inputs)
+        if len({len(found[name]) for name in NAMES}) > 1:
+            return found["b"].detach(), found["b"].requires_grad
+        out = torch.cat([found[name] for name in NAMES], 1)
+    else:
+        out = side.collection.concatenated(inputs)
     side.out = (out, weights) if out.requires_grad else None
     return out.detach(), out.requires_grad
 

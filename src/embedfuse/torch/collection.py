@@ -2,7 +2,6 @@
 
 import dataclasses
 import operator
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -14,14 +13,16 @@ from ..optim import Optimizer, resolve
 from ..plan import PlannedFeature
 from . import ledger as ledgers
 from .backends import Policy, accumulation_dtype
-from .compiling import constant_in_graphs, is_exporting
+from .compiling import is_exporting
 from .functions import Layout, PooledLookup, call, is_transformed, is_watched
 from .initializers import initialize
 from .joined_bags import JoinedBags, assemble_joined, joinable
 from .layout import (
     Assembled,
     Part,
+    as_kernels_want,
     assemble,
+    assemble_plain,
     forms_of,
     part_of,
     plan_launch,
@@ -33,6 +34,7 @@ from .ledger import Known
 from .nest import flatten, leaves, rebuild, replace
 from .plain_lookup import is_plain, plain_lookup
 from .prepare import prepared
+from .shelf import Shelf, put_on_shelf, register
 from .sparse_grad import SparseGradLookup
 from .tables import Arena, Tables, check_device, named_tables
 from .training_lookup import training_lookup
@@ -51,23 +53,6 @@ class _Group:
     arena: Arena
     members: list[int]
     planned: list[PlannedFeature]
-
-
-class _Shelf:
-    """Launches as attributes, where a compiler finds new ones; it does not in a dict, nor can it plan them itself."""
-
-
-_living: "weakref.WeakValueDictionary[int, EmbeddingCollection]" = weakref.WeakValueDictionary()
-
-
-@constant_in_graphs
-def _put_on_shelf(collection: int, group: int, copies: tuple[int, ...], sequences: tuple[bool, ...]) -> str:
-    owner = _living[collection]
-    owner._launch(group, copies, sequences)
-    key = group, copies, sequences
-    name = f"launch_{list(owner._launches).index(key)}"
-    setattr(owner._shelf, name, owner._launches[key])
-    return name
 
 
 class EmbeddingCollection(nn.Module):
@@ -103,7 +88,7 @@ class EmbeddingCollection(nn.Module):
     _launches: dict[tuple[int, tuple[int, ...], tuple[bool, ...]], Known]
     _usual: UsualLookup | None
     _ledger: ledgers.Ledger
-    _shelf: "_Shelf"
+    _shelf: Shelf
     _number: int
 
     def __init__(
@@ -163,8 +148,8 @@ class EmbeddingCollection(nn.Module):
             ValueError, TypeError: inputs that do not fit the features.
             IndexError: an id outside its table (see `out_of_range`).
         """
-        if isinstance(inputs, JoinedBags):
-            out, widths = self._lookup_joined(inputs), self._joinable.dims
+        out, widths = self._lookup_whole(inputs), self._joinable.dims
+        if out is not None:
             return rebuild(self.features, iter([out] if len(widths) == 1 else out.split(widths, 1)))
         parts = self._parts(inputs)
         pieces = [
@@ -179,8 +164,9 @@ class EmbeddingCollection(nn.Module):
         Raises:
             ValueError: tables of several dtypes and features of several batch sizes cannot be put side by side.
         """
-        if isinstance(inputs, JoinedBags):
-            return self._lookup_joined(inputs)
+        found = self._lookup_whole(inputs)
+        if found is not None:
+            return found
         parts = self._parts(inputs)
         if any(part.bags != parts[0].bags for part in parts):
             raise ValueError(
@@ -215,17 +201,28 @@ class EmbeddingCollection(nn.Module):
         batch = assemble(parts, accumulation_dtype(self._groups[number].arena.buffer.dtype))
         return self._look_up(number, own, batch, self._launch(number, *forms_of(parts)), policy, parts)
 
-    def _lookup_joined(self, joined: JoinedBags) -> Tensor:
-        if not torch.compiler.is_compiling() and self._usual is not None:
-            found = self._usual.again(joined, self.out_of_range, self.update)
-            if found is not None:
-                return found
+    def _lookup_whole(self, inputs: Any) -> Tensor | None:
+        """Of `JoinedBags`, or of a nest of features that are as easily joined; None if others are among them."""
+        joinable, compiling = self._joinable, torch.compiler.is_compiling()
+        batch: Assembled | None
+        if isinstance(inputs, JoinedBags):
+            batch = assemble_joined(inputs, joinable)
+        elif joinable.reason is None and not compiling and not is_watched() and not is_transformed():
+            batch = assemble_plain(flatten(self.features, inputs))
+        else:
+            return None
+        if batch is None:
+            return None
+        usual = None if compiling else self._usual
+        found = None if usual is None else usual.again(batch, self.out_of_range, self.update)
+        if found is not None:
+            return found
         own, arena = self._settled(0), self._groups[0].arena
-        batch = assemble_joined(joined, self._joinable, accumulation_dtype(arena.buffer.dtype))
+        batch = as_kernels_want(batch, accumulation_dtype(arena.buffer.dtype))
         known = self._launch(0, (1,) * len(self._leaves))
         out = self._look_up(0, own, batch, known)
         if own and not is_watched(batch[0]) and not is_transformed():
-            self.__dict__["_usual"] = UsualLookup.of(arena, known, self._joinable.names, self._anchor)
+            self.__dict__["_usual"] = UsualLookup.of(arena, known, self._anchor)
         return out
 
     def _settled(self, number: int) -> bool:
@@ -309,7 +306,7 @@ class EmbeddingCollection(nn.Module):
 
             # a graph serves features of one form
             copies = tuple([int(guard_scalar(count)) for count in copies])
-            known: Known | None = getattr(self._shelf, _put_on_shelf(self._number, number, copies, sequences))
+            known: Known | None = getattr(self._shelf, put_on_shelf(self._number, number, copies, sequences))
         else:
             known = self._launches.get((number, copies, sequences))
         if known is None:
@@ -335,9 +332,9 @@ class EmbeddingCollection(nn.Module):
         self._groups = self._plan()
         self._joinable = joinable(self._leaves, len(self._groups))
         self.__dict__["_launches"], self.__dict__["_usual"] = {}, None
-        self.__dict__["_shelf"] = _Shelf()
+        self.__dict__["_shelf"] = Shelf()
         self.__dict__["_number"] = ledgers.call_number()
-        _living[self._number] = self
+        register(self._number, self)
         self.__dict__["_ledger"] = ledgers.Ledger(lambda: self.update, self._learning)
 
     def _learning(self, group: int) -> tuple[bool, ...]:

@@ -146,7 +146,7 @@ def joinable(leaves: Sequence[tuple[str, FeatureConfig]], groups: int) -> Joinab
     return Joinable(tuple(name for name, _ in leaves), [config.table.dim for _, config in leaves], reason)
 
 
-def assemble_joined(joined: JoinedBags, own: Joinable, weights_dtype: torch.dtype) -> Assembled:
+def assemble_joined(joined: JoinedBags, own: Joinable) -> Assembled:
     """All features of the one launch that there is.
 
     Raises:
@@ -161,10 +161,8 @@ def assemble_joined(joined: JoinedBags, own: Joinable, weights_dtype: torch.dtyp
         )
     if own.reason is not None:
         raise ValueError(f"{own.reason}: give one `Bags` for each feature, as `joined.split()` makes")
-    if weights is not None:
-        weights = weights.to(weights_dtype).contiguous()
     # not len(): it would fix the batch size in a compiled graph
-    return ids.contiguous(), offsets.contiguous(), weights, (offsets.shape[0] - 1) // count
+    return ids, offsets, weights, (offsets.shape[0] - 1) // count
 
 
 torch.serialization.add_safe_globals([JoinedBags])

@@ -19,7 +19,7 @@ from ..config import FeatureConfig, TableConfig
 from ..plan import DROP_NEGATIVE_IDS, DROP_NONPOSITIVE_WEIGHTS, NO_DEFAULT, PlannedFeature, PlannedTable, plan_group
 from .backends import select
 from .backends.eager_sums import join_offsets
-from .bag_checks import check_ids
+from .bag_checks import ID_TYPES, check_ids
 from .bags import Bags, SparseIds
 from .compiling import is_exporting
 from .functions import is_watched
@@ -235,33 +235,89 @@ def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> Assembled:
     bags = parts[0].bags
     if any(part.bags != bags for part in parts):
         bags = max(part.bags for part in parts)
-    kinds = {part.ids.dtype for part in parts}
-    kind = torch.int64 if len(kinds) > 1 else parts[0].ids.dtype
-    pieces = [part.ids if part.ids.dtype == kind else part.ids.to(kind) for part in parts]
-    ids = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
-    weights = None
-    if any(part.weights is not None for part in parts):
-        given = [
-            torch.ones_like(part.ids, dtype=weights_dtype) if part.weights is None else part.weights.to(weights_dtype)
-            for part in parts
-        ]
-        weights = given[0].contiguous() if len(given) == 1 else torch.cat(given)
-    return ids, _offsets(parts, bags, ids), weights, bags
-
-
-def _offsets(parts: Sequence[Part], bags: int, ids: Tensor) -> Tensor:
+    ids = [part.ids for part in parts]
+    weights = _joined_weights(ids, [part.weights for part in parts])
+    together = _joined_ids(ids)
     if all(part.offsets is None and part.bags == bags for part in parts):
-        return torch.arange(ids.shape[0] + 1, device=ids.device)
-    if len(parts) == 1 and parts[0].offsets is not None:
-        return parts[0].offsets
+        return as_kernels_want((together, _one_each(together), weights, bags), weights_dtype)
     rows: list[Tensor] = []
     for part in parts:
         if part.offsets is None:
-            rows.extend([torch.arange(bags + 1, device=ids.device).clamp(max=part.bags)] * part.copies)
+            rows.extend([torch.arange(bags + 1, device=together.device).clamp(max=part.bags)] * part.copies)
         elif part.bags == bags:
             rows.append(part.offsets)
         else:
             rows.append(torch.cat([part.offsets, part.offsets[-1:].expand(bags - part.bags)]))
+    return as_kernels_want((together, _joined_offsets(rows, together), weights, bags), weights_dtype)
+
+
+def assemble_plain(values: Sequence[Any]) -> Assembled | None:
+    """All features of a launch, if each is `Bags` or has one id a bag, and all have one number of bags; else None.
+
+    No feature may have a form of its own, as `max_sequence_length` gives it. There is no `Part` of each, since batches
+    come often.
+    """
+    ids: list[Tensor] = []
+    rows: list[Tensor | None] = []
+    weights: list[Tensor | None] = []
+    bags = -1
+    for value in values:
+        if type(value) is Bags:
+            ids.append(value.ids)
+            rows.append(value.offsets)
+            weights.append(value.weights)
+            count = value.offsets.shape[0] - 1
+        elif type(value) is Tensor and value.dtype in ID_TYPES and value.dim() == 1 and value.layout is torch.strided:
+            ids.append(value)
+            rows.append(None)
+            weights.append(None)
+            count = value.shape[0]
+        else:
+            return None
+        if count != bags:
+            if bags >= 0:
+                return None
+            bags = count
+    together, by_id = _joined_ids(ids), _joined_weights(ids, weights)
+    given = [row for row in rows if row is not None]
+    if not given:
+        return together, _one_each(together), by_id, bags
+    if len(given) < len(rows):
+        single = torch.arange(bags + 1, device=together.device)
+        given = [single if row is None else row for row in rows]
+    return together, _joined_offsets(given, together), by_id, bags
+
+
+def as_kernels_want(batch: Assembled, weights_dtype: torch.dtype) -> Assembled:
+    """The same without strides, and with weights of a type."""
+    ids, offsets, weights, bags = batch
+    if weights is not None:
+        weights = weights.to(weights_dtype).contiguous()
+    return ids.contiguous(), offsets.contiguous(), weights, bags
+
+
+def _joined_ids(ids: list[Tensor]) -> Tensor:
+    # int32 beside int64 makes int64
+    return ids[0] if len(ids) == 1 else torch.cat(ids)
+
+
+def _joined_weights(ids: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
+    given = next((own for own in weights if own is not None), None)
+    if given is None or len(weights) == 1:
+        return given
+    # different types make one that holds both
+    return torch.cat([
+        torch.ones_like(of, dtype=given.dtype) if own is None else own for of, own in zip(ids, weights, strict=True)
+    ])  # fmt: skip
+
+
+def _one_each(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[0] + 1, device=ids.device)
+
+
+def _joined_offsets(rows: list[Tensor], ids: Tensor) -> Tensor:
+    if len(rows) == 1:
+        return rows[0]
     stacked = torch.stack(rows) if rows else torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
     if is_watched(ids):
         return join_offsets(stacked)

@@ -1,4 +1,4 @@
-"""A lookup of `JoinedBags` like the ones before, of which the host asks as little as can be.
+"""A lookup of one row a bag like the ones before, of which the host asks as little as can be.
 
 A small batch takes the host longer than the device, and most of that time are questions whose answers never change, all
 the more straight after other work, when nothing of them is in the CPU's caches. So a collection keeps what a lookup on
@@ -14,7 +14,7 @@ from torch._C._functorch import unwrap_if_dead
 
 from .backends import Csr, Policy, chosen, select
 from .functions import is_transformed, is_watched
-from .joined_bags import JoinedBags
+from .layout import Assembled
 from .ledger import Known
 from .tables import LEARN, Arena
 from .training_lookup import Training, joins_graph
@@ -28,29 +28,27 @@ class UsualLookup:
 
     arena: Arena
     known: Known
-    names: tuple[str, ...]
     anchor: Tensor
     backend: str  # that was chosen
     features: Tensor
     lookups: Any  # of the features, by a backend
 
     @classmethod
-    def of(cls, arena: Arena, known: Known, names: tuple[str, ...], anchor: Tensor) -> "UsualLookup | None":
+    def of(cls, arena: Arena, known: Known, anchor: Tensor) -> "UsualLookup | None":
         """None where a backend's own time is what counts, or ids must be prepared first."""
         buffer, launch = arena.buffer, known.launch
         lookups = getattr(select(buffer.device, buffer.dtype), "lookups", None)
         if lookups is None or launch.has_defaults:
             return None
-        return cls(arena, known, names, anchor, chosen(), launch.features, lookups(launch.features))
+        return cls(arena, known, anchor, chosen(), launch.features, lookups(launch.features))
 
-    def again(self, joined: JoinedBags, policy: Policy, update: str) -> Tensor | None:
+    def again(self, batch: Assembled, policy: Policy, update: str) -> Tensor | None:
         """The lookup, by the collection's settings; None, and nothing is done, if anything at all is different."""
-        bags, known, arena = joined._bags, self.known, self.arena
-        ids, offsets, weights = bags.ids, bags.offsets, bags.weights
-        count, launch, buffer = len(self.names), known.launch, arena.buffer
+        ids, offsets, weights, bags = batch
+        known, arena = self.known, self.arena
+        launch, buffer = known.launch, arena.buffer
         if (
             type(ids) is not Tensor or is_watched() or is_transformed() or chosen() != self.backend
-            or (joined.names != count and joined.names != self.names)
             # a copy of the collection may have moved the tables of both
             or launch.features is not self.features
         ):  # fmt: skip
@@ -67,11 +65,11 @@ class UsualLookup:
         if learn:
             # it may refuse
             known.slot.ledger.check(known.slot.group)
-        csr = Csr(ids, offsets, weights, (offsets.shape[0] - 1) // count)
+        csr = Csr(ids, offsets, weights, bags)
         found = self.lookups.again(buffer, self.features, csr, launch.width, launch.normalised, policy)
         if found is None or not learn:
             return None if found is None else found[0]
-        one = Training(known.weakly, known.number, launch, self.features, buffer, csr.bags, policy, *found)
+        one = Training(known.weakly, known.number, launch, self.features, buffer, bags, policy, *found)
         out = joins_graph(self.anchor, weights, ids, offsets, one)
         # after the lookup: one that raises has no backward to wait for
         known.slot.ledger.opened(known.slot.group)

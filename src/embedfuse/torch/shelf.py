@@ -1,0 +1,29 @@
+"""Where a compiler finds the launches of a collection."""
+
+import weakref
+from typing import Any
+
+from .compiling import constant_in_graphs
+
+
+class Shelf:
+    """Launches as attributes, where a compiler finds new ones; it does not in a dict, nor can it plan them itself."""
+
+
+_living: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+def register(number: int, collection: Any) -> None:
+    """Lets `put_on_shelf` find a collection, as long as it lives."""
+    _living[number] = collection
+
+
+@constant_in_graphs
+def put_on_shelf(collection: int, group: int, copies: tuple[int, ...], sequences: tuple[bool, ...]) -> str:
+    """The name on its collection's shelf of the launch of features of this form."""
+    owner = _living[collection]
+    owner._launch(group, copies, sequences)
+    key = group, copies, sequences
+    name = f"launch_{list(owner._launches).index(key)}"
+    setattr(owner._shelf, name, owner._launches[key])
+    return name
