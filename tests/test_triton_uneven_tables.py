@@ -22,6 +22,7 @@ from triton_cases import (
     state_of,
 )
 
+from embedfuse.kernels.configs import lookup_config, narrow_lanes, narrow_of, update_config
 from embedfuse.optim import FTRL, Adagrad, Optimizer, RowWiseAdagrad
 from embedfuse.plan import COLUMN, DIM, FROZEN, OFFSET, STRIDE, T_DIM, T_OFFSET, T_RULE, T_SLOT0, T_SLOT1, TABLE
 from embedfuse.torch.backends.descriptor_facts import feature_facts, known_columns, table_facts
@@ -30,15 +31,17 @@ from embedfuse.torch.backends.summed_runs import STEP_ROWS, Target
 
 pytestmark = needs_kernels
 SHAPES = [(40, 64), (23, 1), (7, 10), (30, 64), (11, 1)]
+FEW_COLUMNS = [(40, 64), (23, 1), (7, 3), (30, 64), (150, 1)]
 FEATURES = [(number, combiner) for number, combiner in enumerate(("sum", "mean", "sum", "sqrtn", "sum"))]
 ONE = Adagrad(0.1)
 
 
 @pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bags", [1, 5, 19])
-def test_lookups(short: bool, dtype: torch.dtype, bags: int) -> None:
-    case = make(SHAPES, FEATURES, bags, 6, dtype=dtype)
+@pytest.mark.parametrize("bags", [1, 5, 19, 140])
+@pytest.mark.parametrize("shapes", [SHAPES, FEW_COLUMNS], ids=["some columns", "few columns"])
+def test_lookups(shapes: list[tuple[int, int]], short: bool, dtype: torch.dtype, bags: int) -> None:
+    case = make(shapes, FEATURES, bags, 6, dtype=dtype)
     for backend in (lookup_of(short, 4, 64, 1 if short else 2, 1 if short else 4, narrow=4), DEFAULT):
         out, scale = backend.pooled_lookup(case.on_device(), put(case.features), case.csr(), case.width, True, "raise")
         expected, size = judge_lookup(case)
@@ -51,14 +54,15 @@ def test_lookups(short: bool, dtype: torch.dtype, bags: int) -> None:
     [None, ONE, ONE, FTRL(0.1), FTRL(0.1)],
 ], ids=["one rule", "one for narrow tables", "some frozen", "two for all"])  # fmt: skip
 @pytest.mark.parametrize("bags", [3, 40])
-def test_updates(own: list[Optimizer | None], bags: int) -> None:
+@pytest.mark.parametrize("shapes", [SHAPES, FEW_COLUMNS], ids=["some columns", "few columns"])
+def test_updates(shapes: list[tuple[int, int]], own: list[Optimizer | None], bags: int) -> None:
     # blocks of 16 keys hold rows of wide tables, of narrow ones, and of both
-    check_update(SMALL, make(SHAPES, FEATURES, bags, 5), own)
+    check_update(SMALL, make(shapes, FEATURES, bags, 5), own)
 
 
 @pytest.mark.parametrize("optimizer", [Adagrad(0.1), RowWiseAdagrad(0.1)], ids=["elements", "rows"])
 def test_updates_with_the_default_tiles(optimizer: Optimizer) -> None:
-    for shapes in (SHAPES, [(50, 16), (40, 1), (30, 16)]):
+    for shapes in (SHAPES, FEW_COLUMNS, [(50, 16), (40, 1), (30, 16)]):
         features = [(number, "sum") for number in range(len(shapes))]
         check_update(DEFAULT, make(shapes, features, 30, 5, weighted=False), [optimizer] * len(shapes))
 
@@ -84,6 +88,21 @@ def test_wide_tables_are_read_in_long_words() -> None:
             constants = kernel.constants
             assert constants["WIDE_ALIGN"] == constants["WIDE_SLOT_ALIGN"] == constants["WIDE_GRAD_ALIGN"] == wide
             assert constants["ALIGN"] == constants["SLOT_ALIGN"] == every
+
+
+@pytest.mark.parametrize(("dims", "narrow"), [
+    ([64], 1), ([64, 17], 1), ([64, 16, 1], 4), ([64, 5], 8), ([64, 4], 16), ([64, 17, 3, 1], 16), ([50, 1], 16),
+    ([128, 1], 32), ([8, 1], 1), ([16, 1], 4),
+])  # fmt: skip
+def test_narrow_tiles_are_as_wide_as_the_widest_narrow_table(dims: list[int], narrow: int) -> None:
+    assert narrow_of(update_config(max(dims)), dims, True) == narrow
+    assert narrow_of(update_config(max(dims)), dims, False) == 1
+
+
+def test_lanes_of_narrow_tables() -> None:
+    short, long = lookup_config(64, True), lookup_config(64, False)
+    assert [narrow_lanes(short, narrow) for narrow in (1, 4, 8, 16)] == [(32, 32), (32, 128), (16, 128), (16, 128)]
+    assert [narrow_lanes(long, narrow) for narrow in (1, 4, 16)] == [(16, 16), (16, 64), (16, 64)]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -92,7 +92,7 @@ def long_kernel(
     HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
     SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, WIDE_ALIGN: tl.constexpr,
     WIDE_SLOT_ALIGN: tl.constexpr, WIDE_GRAD_ALIGN: tl.constexpr, WIDE_DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
-    TERMS: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
+    TERMS: tl.constexpr, NARROW: tl.constexpr, NARROW_TERMS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: every so many of the long segments, `TERMS` gradients of one at a time.
 
@@ -117,7 +117,7 @@ def long_kernel(
                     p_sources, p_coefficients, p_partials, p_source, grad_column, stride, rule_number, table, dim,
                     start, end, tag, next_tag, local, RULE, MODE, SLOT0, SLOT1, AT_RANDOM, SEVERAL_RULES,
                     HAS_GRAD_SCALE, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
-                    GRAD_ALIGN, DIM_ALIGN, CHUNK, TERMS * NARROW, BLOCK_D // NARROW,
+                    GRAD_ALIGN, DIM_ALIGN, CHUNK, NARROW_TERMS, BLOCK_D // NARROW,
                 )  # fmt: skip
         if wide:
             step_long(

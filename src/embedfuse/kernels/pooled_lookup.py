@@ -85,14 +85,14 @@ def pooled_long_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr,
-    SHORT: tl.constexpr, NARROW: tl.constexpr, NARROW_ALIGN: tl.constexpr, NARROW_OUT_ALIGN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SHORT: tl.constexpr, NARROW: tl.constexpr, NARROW_LANES: tl.constexpr, NARROW_ALIGN: tl.constexpr,
+    NARROW_OUT_ALIGN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: `TURNS` bags of one feature, one after the other, `BLOCK_D` columns.
 
     With more than one turn, `GROUP` bags of at most `SHORT` ids on average are looked up by the first of their
     programs, side by side, and the others have nothing to do. With NARROW more than 1, tables of at most that part of
-    `BLOCK_D` columns have tiles of so many times more rows, and alignments of their own.
+    `BLOCK_D` columns have tiles of NARROW_LANES rows, and alignments of their own.
     """
     # division is cheap in 32 bits, which hold the number of programs
     turns = (bags + TURNS - 1) // TURNS
@@ -133,7 +133,7 @@ def pooled_long_kernel(
                 p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, number, start, end,
                 group, members, exists, starts, ends, alone, bags, width, feature, rows, dim, flags, stride, o_table,
                 moment, longest_row, block, HAS_WEIGHTS, NORMALISED, CHECK, CLIPPED, NARROW_ALIGN, NARROW_OUT_ALIGN,
-                ROWS * NARROW, TURNS, GROUP, BLOCK_D // NARROW,
+                NARROW_LANES, TURNS, GROUP, BLOCK_D // NARROW,
             )  # fmt: skip
     if wide:
         look_up_in_turns(
@@ -170,11 +170,11 @@ def pooled_short_kernel(
     p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, bags, width,
     HAS_WEIGHTS: tl.constexpr, NORMALISED: tl.constexpr, CHECK: tl.constexpr, CLIPPED: tl.constexpr,
     ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr, BAGS: tl.constexpr, NARROW: tl.constexpr,
-    NARROW_ALIGN: tl.constexpr, NARROW_OUT_ALIGN: tl.constexpr, BLOCK_D: tl.constexpr,
+    NARROW_LANES: tl.constexpr, NARROW_ALIGN: tl.constexpr, NARROW_OUT_ALIGN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: `BAGS` bags of one feature, `BLOCK_D` columns, the j-th row of each bag in flight.
 
-    With NARROW more than 1, programs of tables of at most that part of `BLOCK_D` columns have so many times more bags,
+    With NARROW more than 1, programs of tables of at most that part of `BLOCK_D` columns have NARROW_LANES bags each,
     until all are done, and alignments of their own.
     """
     groups = (bags + BAGS - 1) // BAGS
@@ -196,11 +196,12 @@ def pooled_short_kernel(
     wide = True
     if NARROW > 1:
         wide = dim > BLOCK_D // NARROW
-        if (wide == 0) & (block == 0) & (group * NARROW < bags):
+        ahead = NARROW_LANES // BAGS
+        if (wide == 0) & (block == 0) & (group * ahead < bags):
             look_up_group(
-                p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group * NARROW,
+                p_table, p_features, p_ids, p_offsets, p_weights, p_out, p_scale, p_bad, first_bag, group * ahead,
                 bags, width, feature, rows, dim, flags, stride, o_table, moment, longest_row, block, HAS_WEIGHTS,
-                NORMALISED, CHECK, CLIPPED, NARROW_ALIGN, NARROW_OUT_ALIGN, BAGS * NARROW, BLOCK_D // NARROW,
+                NORMALISED, CHECK, CLIPPED, NARROW_ALIGN, NARROW_OUT_ALIGN, NARROW_LANES, BLOCK_D // NARROW,
             )  # fmt: skip
     if wide:
         look_up_group(

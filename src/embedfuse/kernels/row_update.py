@@ -125,12 +125,13 @@ def segments_kernel(
     HAS_DOTS: tl.constexpr, CLIPPED: tl.constexpr, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr,
     SLOT_ALIGN: tl.constexpr, GRAD_ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, WIDE_ALIGN: tl.constexpr,
     WIDE_SLOT_ALIGN: tl.constexpr, WIDE_GRAD_ALIGN: tl.constexpr, WIDE_DIM_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, NARROW: tl.constexpr,
+    NARROW_SEGMENTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: one of `PARTS` shares of the segments of a block, `SEGMENTS` at a time, all of one table.
 
-    With NARROW more than 1, tables of at most that part of `BLOCK_D` columns are taken in tiles of so many times more
-    rows, and the others have alignments of their own; a block that has both is gone through twice.
+    With NARROW more than 1, tables of at most that part of `BLOCK_D` columns are taken in tiles of NARROW_SEGMENTS, and
+    the others have alignments of their own; a block that has both is gone through twice.
 
     Most runs are of one id, so the first gradients are read beside rows and slots, and before the loop over what
     follows. More gradients or tiles in flight are slower: registers, hence fewer programs at once.
@@ -154,7 +155,7 @@ def segments_kernel(
                 grad_column, stride, rule_number, first, part, count,
                 RULE, MODE, SLOT0, SLOT1, AT_RANDOM, SEVERAL_RULES, HAS_GRAD_SCALE, HAS_COEFFICIENTS, HAS_WINNERS,
                 HAS_DOTS, CLIPPED, ALIGN, SOURCE_ALIGN, SLOT_ALIGN, GRAD_ALIGN, DIM_ALIGN, CHUNK, PARTS,
-                SEGMENTS * NARROW, True, 0, BLOCK_D // NARROW,
+                NARROW_SEGMENTS, True, 0, BLOCK_D // NARROW,
             )  # fmt: skip
     if wide:
         step_segments(

@@ -48,7 +48,6 @@ class FeatureFacts:
     """Of a `features` tensor. Alignments are powers of two, in elements."""
 
     widest: int
-    narrowest: int
     rows: int  # V
     dims: int
     starts: int  # of OFFSET, STRIDE and DIM together: every row starts at a multiple
@@ -198,7 +197,6 @@ def _read_features(features: Tensor) -> FeatureFacts:
         tables[host[:, TABLE], target] = host[:, source]
     return FeatureFacts(
         widest=int(host[:, DIM].max()),
-        narrowest=int(host[:, DIM].min()),
         rows=int((host[:, ROW_BASE] + host[:, ROWS]).max()),
         dims=alignment(host[:, DIM]),
         starts=alignment(host[:, OFFSET], host[:, STRIDE], host[:, DIM]),

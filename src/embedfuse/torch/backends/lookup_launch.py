@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.configs import EVEN, SHORT_BAG, LookupConfig, ceil_div, narrow_of, whole_rows
+from ...kernels.configs import EVEN, SHORT_BAG, LookupConfig, ceil_div, narrow_lanes, narrow_of, whole_rows
 from ...kernels.pooled_lookup import pooled_long_kernel, pooled_short_kernel
 from . import Csr, Policy
 from .descriptor_facts import FeatureFacts, alignment, rows_align
@@ -57,28 +57,29 @@ class Lookup(NamedTuple):
             width: of a row of results.
         """
         tiles = whole_rows(config, facts.widest) if facts.clipped else config
-        lanes: dict[str, Any] = {"BAGS": tiles.lanes}
-        if not tiles.short:
-            lanes = {"ROWS": tiles.lanes, "TURNS": tiles.turns, "GROUP": tiles.group, "SHORT": SHORT_BAG}
         # narrow tables keep wide ones from being read in long words, if one kernel reads both alike
         starts, columns = facts.wide(tiles.block_d // tiles.narrow)
         uneven = rows_align(starts, table) > rows_align(facts.starts, table)
-        narrow = narrow_of(tiles, facts.narrowest, tiles.block_d >= EVEN and (uneven or not tiles.short))
+        narrow = narrow_of(tiles, facts.by_dim, tiles.block_d >= EVEN and (uneven or not tiles.short))
         if narrow == 1:
             starts, columns = facts.starts, facts.columns
+        wide_lanes, lanes_of_narrow = narrow_lanes(tiles, narrow)
+        lanes: dict[str, Any] = {"BAGS": wide_lanes}
+        if not tiles.short:
+            lanes = {"ROWS": wide_lanes, "TURNS": tiles.turns, "GROUP": tiles.group, "SHORT": SHORT_BAG}
         made = launcher(
             pooled_short_kernel if tiles.short else pooled_long_kernel, tiles.warps, {
                 "HAS_WEIGHTS": weighted, "NORMALISED": normalised, "CHECK": check, "CLIPPED": facts.clipped,
                 "ALIGN": rows_align(starts, table), "OUT_ALIGN": rows_align(alignment(columns, width), table),
                 "NARROW_ALIGN": rows_align(facts.starts, table),
                 "NARROW_OUT_ALIGN": rows_align(alignment(facts.columns, width), table),
-                "BLOCK_D": tiles.block_d, "NARROW": narrow, **lanes,
+                "BLOCK_D": tiles.block_d, "NARROW": narrow, "NARROW_LANES": lanes_of_narrow, **lanes,
             }, (
                 table, torch.int64, ids, torch.int64, torch.float32 if weighted else None, table,
                 torch.float32 if normalised else None, torch.int64 if check else None,
             ), tiles.registers,
         )  # fmt: skip
-        return cls(made, tiles.lanes if tiles.short else tiles.turns, ceil_div(facts.widest, tiles.block_d))
+        return cls(made, wide_lanes if tiles.short else tiles.turns, ceil_div(facts.widest, tiles.block_d))
 
 
 class Lookups:

@@ -149,7 +149,7 @@ class Sorter:
             ),
         )  # fmt: skip
         wanted = config.block_d >= EVEN or facts.is_uneven(config.block_d // config.narrow)
-        self.narrow = narrow_of(config, facts.narrowest, wanted)
+        self.narrow = narrow_of(config, [dim for _, dim in facts.by_kind], wanted)
         self._segments, self._carried = (
             launcher(
                 segment_kernel, 4, {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.configs import EVEN, UpdateConfig, ceil_div
+from ...kernels.configs import EVEN, NARROW_ROWS, UpdateConfig, ceil_div
 from ...kernels.cut_runs import fold_kernel, join_kernel
 from ...kernels.long_segments import long_kernel
 from ...kernels.row_update import segments_kernel
@@ -23,6 +23,8 @@ STEP_ROWS, STORE_SUMS, SQUARE_SUMS = range(3)
 SLOT_KINDS = {"element": 1, "row": 2}
 FEW = 1 << 14
 """Ids that do not keep a GPU busy."""
+FEW_COLUMNS = 4
+"""Of the narrowest tiles."""
 BESIDE = 1 << 17
 """Ids from which on a second stream is worth the host's time."""
 
@@ -117,21 +119,25 @@ class Summer:
             "HAS_GRAD_SCALE": sums.grad_scale is not None, "HAS_SKIP": sums.skip is not None,
             "CLIPPED": facts.clipped, "CHUNK": config.chunk, "BLOCK_D": config.block_d,
         }  # fmt: skip
+        narrow = sorter.narrow
         reads: dict[str, Any] = {
             "HAS_COEFFICIENTS": types["coefficients"] is not None, "HAS_WINNERS": sums.winners,
-            "HAS_DOTS": sums.dots, "NARROW": sorter.narrow,
+            "HAS_DOTS": sums.dots, "NARROW": narrow,
         }  # fmt: skip
+        tile = {"SEGMENTS": config.segments, "NARROW_SEGMENTS": min(config.segments * narrow, NARROW_ROWS)}
+        # no piece of a run is longer than a window
+        terms = {"TERMS": config.terms, "NARROW_TERMS": min(config.terms * narrow, config.chunk)}
         # few ids are dealt out to all programs that there can be
         self.few_parts = config.block // config.segments
         self.rules = []
         for number, rule in rules:
             kind = _rule(rule)
-            aligned, reading = self._alignments(number, 1 in (kind["SLOT0"], kind["SLOT1"]), sorter.narrow, facts)
+            aligned, reading = self._alignments(number, 1 in (kind["SLOT0"], kind["SLOT1"]), narrow, facts)
             own, reading = {**kind, **common, **aligned}, {**reads, **reading}
             segments = [
                 launcher(
                     segments_kernel, config.warps,
-                    {**own, **reading, "BLOCK": config.block, "PARTS": parts, "SEGMENTS": config.segments},
+                    {**own, **reading, **tile, "BLOCK": config.block, "PARTS": parts},
                     (*state, *read, types["first_sources"], small, real, sums.source),
                 )
                 for parts in (self.few_parts, config.parts)
@@ -140,7 +146,7 @@ class Summer:
                 _Launchers(
                     number,
                     launcher(
-                        long_kernel, config.long_warps, {**own, **reading, "TERMS": config.terms},
+                        long_kernel, config.long_warps, {**own, **reading, **terms},
                         (*state, *read, small, types["long"], real, sums.source),
                     ),
                     segments[0],
@@ -180,8 +186,9 @@ class Summer:
                 for starts, slots, dims in (facts.of_rule(rule), facts.of_rule(rule, above))
             )
             grad, wide_grad = grads[rule]
-        # state of every element, and gradient rows of shorter words than rows have: 2 to 8 % slower so (H200, 2026-11)
-        is_slower = each and wide_grad < wide[0] and self.config.block_d >= EVEN
+        # state of every element, gradient rows of shorter words than rows have, and narrow tables of more than a few
+        # columns: 2 to 8 % slower so; where all narrow ones have few columns, 9 to 12 % faster (H200, 2026-11)
+        is_slower = each and wide_grad < wide[0] and self.config.block_d >= EVEN and above > FEW_COLUMNS
         if narrow == 1 or (is_slower and any(own == rule and dim > above for own, dim in facts.by_kind)):
             wide, wide_grad = every, grad
         return {
