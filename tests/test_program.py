@@ -20,7 +20,6 @@ from embedfuse.torch.backends import (
     Csr,
     coefficient_launch,
     issuing,
-    join_launch,
     launching,
     lookup_launch,
     passes,
@@ -459,26 +458,6 @@ def test_gradients_of_weights(driver: Driver, monkeypatch: pytest.MonkeyPatch, n
         python += weights.is_contiguous() and not again
     # short bags or not; rows at multiples of 4 or not, of 16 bits, and column after column (of one bag, as rows)
     assert python <= len(coefficients.programs) and 8 <= len(coefficients.programs) <= 10
-
-
-def test_joined_offsets(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of them."""
-    monkeypatch.setattr(join_launch, "launcher", launchers(driver))
-    joins, rng, python = join_launch.Joins(), np.random.default_rng(7), 0
-    for _ in range(200):
-        features, bags = int(rng.integers(1, 30)), int(rng.choice([1, 5, 511, 512, 513, 2000]))
-        out = torch.zeros(features * bags + 1, dtype=torch.int64)
-        offsets = torch.zeros(features, bags + 1, dtype=torch.int64)
-        if rng.random() < 0.3:
-            wide = torch.zeros(2 * features, bags + 2, dtype=torch.int64)
-            offsets = (wide[::2, 1:], wide[:features, 1:], offsets.t().clone().t())[rng.integers(3)]
-        batch = join_launch.JoinBatch(offsets, out)
-        contiguous = batch._replace(offsets=offsets.contiguous())
-        again = issued_alike(driver, joins, join_launch.Joins(), batch, contiguous)
-        assert offsets.is_contiguous() or not again
-        python += offsets.is_contiguous() and not again
-    # one feature, by itself, may have any step
-    assert python <= len(joins.programs) and 1 <= len(joins.programs) <= 3
 
 
 def test_programs_are_of_one_kind_of_batch(driver: Driver, sorts: None) -> None:

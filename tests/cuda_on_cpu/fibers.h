@@ -15,6 +15,7 @@
 #define __device__
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct Index {
   unsigned x;

@@ -2,6 +2,7 @@
 //
 // Python's own ways take the host two to three times as long as the driver does: Triton's launcher, and ctypes.
 // `embedfuse/torch/backends/launching.py` and `program.py` are the doors in front; what tensors are is DLPack's to say.
+#include "bags.h"
 #include "program.h"
 
 using namespace nb::literals;
@@ -81,6 +82,13 @@ NB_MODULE(_launch, module) {
       .def("hold_own", [](const Places& places, const nb::dict& held, const nb::dict& own, const nb::object& origin) {
         return places.hold_own(reader, held, own, origin);
       }, "held"_a, "own"_a, "origin"_a, "The same of the values of a dict, which must be those of another one: 0 if not; 2 if any wants a gradient.");
+  module.attr("MOST_JOINED") = MOST_JOINED;
+  module.def("join_bags", [](Address driver, Address function, const nb::list& ids, const nb::list& offsets,
+                             const nb::object& all_ids, const nb::object& all_offsets, int64_t bags, int64_t places,
+                             uint32_t threads, Address stream) {
+    return join_bags(reader, driver, function, ids, offsets, all_ids, all_offsets, bags, places, threads, stream);
+  }, "driver"_a, "function"_a, "ids"_a, "offsets"_a, "all_ids"_a, "all_offsets"_a, "bags"_a, "places"_a, "threads"_a,
+     "stream"_a, "Launches `cuda/join_bags.cu`: see `bags.h`.");
   module.def("same", &same, "left"_a, "right"_a, "Whether two dicts hold the same objects in the same order.");
   module.def("launch", &launch_once, "driver"_a, "function"_a, "blocks"_a, "threads"_a, "stream"_a, "arguments"_a,
              "together"_a,

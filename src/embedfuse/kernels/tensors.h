@@ -69,6 +69,11 @@ class Reader {
       fields[2 + axis] = tensor.sizes[axis], fields[4 + axis] = tensor.strides[axis];
   }
 
+  // Whether it is a tensor, and of no kind of its own.
+  bool is_plain(PyObject* object) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type_.ptr();
+  }
+
   // One number for all that must be the same from batch to batch; never 0.
   static int64_t type_of(int64_t device_type, int64_t device, int64_t dimensions, int64_t code, int64_t bits) {
     return (((device_type * 4096 + device) * 256 + dimensions) * 256 + code) * 256 + bits;

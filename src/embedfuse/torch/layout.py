@@ -278,7 +278,14 @@ def assemble_plain(values: Sequence[Any]) -> Assembled | None:
             if bags >= 0:
                 return None
             bags = count
-    together, by_id = _joined_ids(ids), _joined_weights(ids, weights)
+    by_id = _joined_weights(ids, weights)
+    join = None
+    if ids[0].is_cuda and len(ids) > 1:
+        join = getattr(select(ids[0].device, torch.float32), "join_bags", None)
+    found = None if join is None else join(ids, rows, bags)
+    if found is not None:
+        return *found, by_id, bags
+    together = _joined_ids(ids)
     given = [row for row in rows if row is not None]
     if not given:
         return together, _one_each(together), by_id, bags

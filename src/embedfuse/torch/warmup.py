@@ -185,6 +185,10 @@ def _number_rows_alike(double: EmbeddingCollection, collection: EmbeddingCollect
 def _practise(double: EmbeddingCollection, optimizer: FusedOptimizer | None, wanted: _Wanted) -> None:
     """Steps of the double whose sizes lie on all sides of every limit that the host knows."""
     pooled = any(not leaf.max_sequence_length for _, leaf in double._leaves)
+    buffer = double._groups[0].arena.buffer
+    if len(double._leaves) > 1:
+        # in steps only of some forms of features
+        select(buffer.device, torch.float32).join_offsets(torch.zeros((2, 2), dtype=torch.int64, device=buffer.device))
     learns = optimizer is not None or double.update == "autograd"
     with _reports_aside(double), torch.set_grad_enabled(learns):
         for weighted in wanted.weighted if pooled else (False,):

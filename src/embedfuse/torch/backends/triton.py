@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import configs
+from ...kernels.join_offsets import join_offsets_kernel
 from ...kernels.max_lookup import max_kernel
 from ...kernels.prepare_ids import prepare_ids_kernel
 from ...plan import FROZEN
@@ -22,7 +23,7 @@ from .absent_rows import zeros_come_later
 from .coefficient_launch import CoefficientBatch, Coefficients
 from .compact import compact_row_grad
 from .descriptor_facts import TableFacts, alignment, feature_facts, rows_align, table_facts
-from .join_launch import JoinBatch, Joins
+from .join_bags import join_bags
 from .launching import launch, on_device
 from .lookup_launch import LookupBatch, Lookups
 from .passes import Batch, passes_of, stepping
@@ -38,6 +39,8 @@ except ImportError as error:
 
 INTERPRETED = not isinstance(max_kernel, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+JOINED = 512
+"""Bags of one program of `join_offsets`."""
 PREPARED = 256
 """Ids, or bags, to a program of `kernels/prepare_ids.py`."""
 
@@ -58,7 +61,6 @@ class TritonBackend:
         update: Callable[[int], configs.UpdateConfig] = configs.update_config,
     ) -> None:
         self._lookup_config, self._update_config = lookup, update
-        self._joins = Joins()
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """None if tables of this kind are served, else the reason why not."""
@@ -190,13 +192,18 @@ class TritonBackend:
         """See `Backend`."""
         count, bags = offsets.shape[0], offsets.shape[1] - 1
         out = torch.empty(count * bags + 1, dtype=torch.int64, device=offsets.device)
-        if run(self._joins.programs, (offsets, out)):
-            return out
         if count == 0 or bags == 0:
             return out.zero_()
         with on_device(offsets.device):
-            self._joins(JoinBatch(offsets.contiguous(), out))
+            launch(
+                join_offsets_kernel, (count * configs.ceil_div(bags, JOINED),), (offsets.contiguous(), out),
+                (count, bags), 4, {"BAGS": JOINED, "AHEAD": 128},
+            )  # fmt: skip
         return out
+
+    def join_bags(self, ids: list[Tensor], offsets: list[Tensor | None], bags: int) -> tuple[Tensor, Tensor] | None:
+        """Ids and offsets of features of as many bags, in one launch; None where only PyTorch can. See there."""
+        return join_bags(ids, offsets, bags)
 
     # --- sums by row -----------------------------------------------------------------------------------------------
 
