@@ -22,7 +22,7 @@ from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer, Warmup, u
 from embedfuse.torch.backends import device_errors, launching, load, summed_runs
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_kernels.py"
-SIZES = (1, 7, 300, 700, 5000, 9000, 40_000)
+SIZES = (1, 7, 300, 700, 5000, 9000, 40_000, 150_000)
 pytestmark = needs_kernels
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
 
