@@ -104,9 +104,12 @@ class Adam(Optimizer):
     def update(w: Any, g: Any, slots: tuple[Any, ...], h: Any, step: Any, xp: Any) -> tuple[Any, tuple[Any, ...]]:
         beta_1, beta_2, epsilon, corrected, inside, log_beta_1, log_beta_2 = (h[OWN_HYPER + i] for i in range(7))
 
+        # whatever torch.set_default_device says; arrays of NumPy 1 are nowhere in particular
+        there = {"device": w.device} if hasattr(w, "device") else {}
+
         def one_minus_power(log: Any, exponent: Any) -> Any:
             """`1 - exp(log) ** exponent`, exact to the last digits even where `exp(log)` is nearly 1."""
-            return -xp.expm1(xp.asarray(exponent * log, dtype=w.dtype))
+            return -xp.expm1(xp.asarray(exponent * log, dtype=w.dtype, **there))
 
         m = beta_1 * slots[0] + one_minus_power(log_beta_1, 1) * g
         v = beta_2 * slots[1] + one_minus_power(log_beta_2, 1) * (g * g)

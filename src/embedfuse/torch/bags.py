@@ -233,7 +233,7 @@ class SparseIds:
                 f"`indices` must be [nnz, rank] = [{values.shape[0]}, {len(shape)}], got {tuple(indices.shape)}"
             )
         if indices.device.type == "cpu" and indices.shape[0] and not torch.compiler.is_compiling():
-            outside = ((indices < 0) | (indices >= torch.tensor(shape))).any(1)
+            outside = ((indices < 0) | (indices >= torch.tensor(shape, device=indices.device))).any(1)
             if bool(outside.any()):
                 first = int(outside.nonzero()[0])
                 raise ValueError(
@@ -315,7 +315,7 @@ def _from_list_array(name: str, column: Any) -> tuple[Tensor, Tensor]:
     if column.null_count:
         lengths = [0 if n is None else n for n in column.value_lengths().to_pylist()]
         values = column.flatten()
-        offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        offsets = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
     else:
         raw = torch.utils.dlpack.from_dlpack(column.offsets)
         values = column.values.slice(int(raw[0]), int(raw[-1] - raw[0]))

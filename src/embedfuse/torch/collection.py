@@ -221,7 +221,7 @@ class EmbeddingCollection(nn.Module):
         batch = as_kernels_want(batch, accumulation_dtype(arena.buffer.dtype))
         known = self._launch(0, (1,) * len(self._leaves))
         out = self._look_up(0, own, batch, known)
-        if own and not is_watched(batch[0]) and not is_transformed():
+        if own and not is_watched(*batch[:3]) and not is_transformed():
             self.__dict__["_usual"] = UsualLookup.of(arena, known, self._anchor)
         return out
 
@@ -255,7 +255,7 @@ class EmbeddingCollection(nn.Module):
             policy = "drop"
             ids = without_fillers(ids, offsets, parts, bags)
             batch = ids, offsets, weights, bags
-        watched = is_watched(ids)
+        watched = is_watched(ids, offsets, weights)
         learns = torch.is_grad_enabled() and (watched or arena.learns())
         if own and not exporting:
             if not learns and not watched and is_plain(weights):

@@ -267,7 +267,7 @@ def assemble_plain(values: Sequence[Any]) -> Assembled | None:
             rows.append(value.offsets)
             weights.append(value.weights)
             count = value.offsets.shape[0] - 1
-        elif type(value) is Tensor and value.dtype in ID_TYPES and value.dim() == 1 and value.layout is torch.strided:
+        elif type(value) is Tensor and value.dtype in ID_TYPES and value.dim() == 1 and _is_dense(value):
             ids.append(value)
             rows.append(None)
             weights.append(None)
@@ -309,13 +309,19 @@ def _joined_ids(ids: list[Tensor]) -> Tensor:
 
 
 def _joined_weights(ids: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
-    given = next((own for own in weights if own is not None), None)
-    if given is None or len(weights) == 1:
-        return given
-    # different types make one that holds both
-    return torch.cat([
-        torch.ones_like(of, dtype=given.dtype) if own is None else own for of, own in zip(ids, weights, strict=True)
-    ])  # fmt: skip
+    kinds = {own.dtype for own in weights if own is not None}
+    if not kinds:
+        return None
+    # which holds all of them, whatever the tables have; torch.cat refuses some beside each other
+    kind = torch.float64 if torch.float64 in kinds else torch.float32
+    made = [
+        torch.ones_like(of, dtype=kind) if own is None else own.to(kind) for of, own in zip(ids, weights, strict=True)
+    ]  # fmt: skip
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _is_dense(ids: Tensor) -> bool:
+    return ids.layout is torch.strided and not ids.is_nested
 
 
 def _one_each(ids: Tensor) -> Tensor:
@@ -326,7 +332,7 @@ def _joined_offsets(rows: list[Tensor], ids: Tensor) -> Tensor:
     if len(rows) == 1:
         return rows[0]
     stacked = torch.stack(rows) if rows else torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
-    if is_watched(ids):
+    if is_watched(ids, stacked):
         return join_offsets(stacked)
     return select(ids.device, torch.float32).join_offsets(stacked)
 

@@ -283,7 +283,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 part = grad.detach().double().square().sum()
                 total = part if total is None else total + part.to(total.device)
             if total is None:
-                return torch.zeros(())
+                return torch.zeros((), device="cpu")
             norm = total.sqrt()
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             if marker is not None:

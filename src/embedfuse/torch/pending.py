@@ -38,7 +38,7 @@ class PendingGradient(nn.Parameter):
     @classmethod
     def of(cls, waiting: Callable[[], list[Record]], drop: Callable[[], None]) -> "PendingGradient":
         """Stands for what `waiting()` lists; `drop` is to forget it."""
-        made = cls(torch.zeros(2))
+        made = cls(torch.zeros(2, device="cpu"))
         made.waiting, made.drop, made.marker, made.marked = waiting, drop, None, []
         return made
 

@@ -26,7 +26,7 @@ def prepared(
 
     No id of the result needs checking any more.
     """
-    if is_watched(ids):
+    if is_watched(ids, offsets, weights):
         rows, ends, made, _ = torch.ops.embedfuse.prepare_ids(features, ids, offsets, weights, bags, policy, owner)
     else:
         rows, _, ends, made, _ = call(PrepareIds, weights, features, ids, offsets, bags, None, policy, owner)

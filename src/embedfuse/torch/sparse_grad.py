@@ -48,6 +48,9 @@ class SparseGradLookup(torch.autograd.Function):
         found = select(grad.device, ctx.dtype).sparse_row_grad(features, described, source, csr, scale, grad)
         grads: list[Tensor | None] = [None] * len(ctx.shapes)
         for number, (rows, sums) in enumerate(found):
+            if rows.shape[0] == 0:
+                # what comes next to this gradient is put into its memory, which nobody else may own
+                rows, sums = rows.clone(), sums.clone()
             grads[number] = torch.sparse_coo_tensor(
                 rows[None], sums.to(ctx.dtype), ctx.shapes[number], is_coalesced=True, check_invariants=False
             )

@@ -139,7 +139,7 @@ class GroupState:
 
     def set_hyper(self, learning_rates: list[float], rows: list[tuple[float, ...]]) -> None:
         """Brings hyper-parameters up to date with what `hyper_of` gave for these learning rates."""
-        fresh = torch.tensor(rows, dtype=torch.float64)
+        fresh = torch.tensor(rows, dtype=torch.float64, device="cpu")
         if self.slots.is_cuda:
             # page-locked, so that the copy does not wait for the device
             fresh = fresh.pin_memory()
@@ -158,7 +158,10 @@ class GroupState:
             descriptors = self._descriptors.copy()
             descriptors[~np.array(key, bool), T_RULE] = FROZEN
             device = self.slots.device
-            self._masks[key] = (torch.from_numpy(descriptors).to(device), torch.tensor(key).to(torch.int64).to(device))
+            self._masks[key] = (
+                torch.from_numpy(descriptors).to(device),
+                torch.tensor(key, dtype=torch.int64, device=device),
+            )
         return self._masks[key]
 
     def by_mode(self, learns: tuple[bool, ...]) -> dict[str, Tensor]:

@@ -106,7 +106,7 @@ class Arena:
         self.size = plan.size
         self.starts = [int(start) for start in plan.tables[:, T_OFFSET]]
         self._tables = tables
-        self.buffer = torch.empty(0)
+        self.buffer = torch.empty(0, device="cpu")
         self._places: list[int] = []  # bytes of the buffer where the tables begin; none if it is "meta"
         self._steps = [(dim, 1) for _, dim in self.shapes]
         self._planned: Any = None  # the same for C++, which is quicker

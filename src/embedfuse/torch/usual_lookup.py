@@ -48,7 +48,8 @@ class UsualLookup:
         known, arena = self.known, self.arena
         launch, buffer = known.launch, arena.buffer
         if (
-            type(ids) is not Tensor or is_watched() or is_transformed() or chosen() != self.backend
+            type(ids) is not Tensor or type(offsets) is not Tensor or is_watched(weights) or is_transformed()
+            or chosen() != self.backend
             # a copy of the collection may have moved the tables of both
             or launch.features is not self.features
         ):  # fmt: skip

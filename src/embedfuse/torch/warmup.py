@@ -237,11 +237,12 @@ def _inputs(double: EmbeddingCollection, number: int, weighted: bool, wanted: _W
 
 
 def _bags(double: EmbeddingCollection, count: int, bags: int, weighted: bool, wanted: _Wanted) -> Bags:
-    ids = torch.full((count,), -1, dtype=wanted.ids)
+    ids = torch.full((count,), -1, dtype=wanted.ids, device="cpu")
     ids[:1] = 0
-    offsets = torch.full((bags + 1,), count)
+    offsets = torch.full((bags + 1,), count, device="cpu")
     offsets[0] = 0
-    made = Bags(ids, offsets, torch.ones(count) if weighted else None).to(double._groups[0].arena.buffer.device)
+    weights = torch.ones(count, device="cpu") if weighted else None
+    made = Bags(ids, offsets, weights).to(double._groups[0].arena.buffer.device)
     if made.weights is not None:
         made.weights.requires_grad_(wanted.weights_grad)
     return made

@@ -38,8 +38,9 @@ def compact_row_grad(
     keys = torch.where(present, features[feature, ROW_BASE] + csr.ids, -1)
     distinct, inverse = torch.unique(keys, return_inverse=True)
     distinct, local = distinct[(distinct[:1] < 0).sum() :], inverse - (distinct[:1] < 0).sum()
-    bases = torch.tensor([[table[T_ROW_BASE], table[T_ROW_BASE] + table[T_ROWS]] for table in described])
-    edges = torch.searchsorted(distinct, bases.to(distinct.device)).tolist()
+    spans = [[table[T_ROW_BASE], table[T_ROW_BASE] + table[T_ROWS]] for table in described]
+    bases = torch.tensor(spans, device=distinct.device)
+    edges = torch.searchsorted(distinct, bases).tolist()
     compact, start, starts = features.clone(), 0, []
     compact[:, MAX_NORM] = NO_MAX_NORM
     for table, (first, last) in zip(described, edges, strict=True):

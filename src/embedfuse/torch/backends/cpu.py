@@ -16,6 +16,11 @@ def _packed(csr: Csr) -> Csr:
     return Csr(csr.ids.contiguous(), csr.offsets.contiguous(), weights, csr.bags)
 
 
+def _empty(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # whatever torch.set_default_device says
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
 def _is_skipped(update: Update) -> bool:
     return update.skip is not None and float(update.skip) != 0
 
@@ -35,8 +40,8 @@ class CpuBackend:
     def pooled_lookup(
         self, table: Tensor, features: Tensor, csr: Csr, width: int, normalised: bool, policy: Policy
     ) -> tuple[Tensor, Tensor]:
-        out = torch.empty((csr.bags, width), dtype=table.dtype)
-        scale = torch.empty(features.shape[0] * csr.bags if normalised else 0, dtype=accumulation_dtype(table.dtype))
+        out = _empty((csr.bags, width), table.dtype)
+        scale = _empty(features.shape[0] * csr.bags if normalised else 0, accumulation_dtype(table.dtype))
         bad = cpu.pooled_lookup(
             table, features, _packed(csr), out, scale, checked=policy == "raise", threads=torch.get_num_threads()
         )
@@ -48,8 +53,8 @@ class CpuBackend:
         self, table: Tensor, features: Tensor, csr: Csr, width: int, policy: Policy
     ) -> tuple[Tensor, Tensor]:
         """Max pooling and the position each element came from, see `embedfuse.cpu.max_lookup`."""
-        out = torch.empty((csr.bags, width), dtype=table.dtype)
-        winners = torch.empty((csr.bags, width), dtype=torch.int64)
+        out = _empty((csr.bags, width), table.dtype)
+        winners = _empty((csr.bags, width), torch.int64)
         bad = cpu.max_lookup(
             table, features, _packed(csr), out, winners, checked=policy == "raise", threads=torch.get_num_threads()
         )
@@ -81,8 +86,7 @@ class CpuBackend:
         self, features: Tensor, tables: Tensor, source: Tensor, csr: Csr, scale: Tensor, grad: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
         """See `Backend`."""
-        none = torch.empty(0, dtype=torch.float64)
-        slots = torch.empty(0, dtype=accumulation_dtype(source.dtype))
+        none, slots = _empty(0, torch.float64), _empty(0, accumulation_dtype(source.dtype))
         update = Update(source, features, tables, (), slots, none, csr.offsets[:0])
         csr, scale = _packed(csr), scale.contiguous()
         return [
@@ -132,11 +136,11 @@ class CpuBackend:
         ids = csr.ids.shape[0]
         places = ids + csr.offsets.shape[0] - 1
         prepared = Prepared(
-            rows=torch.empty(places, dtype=torch.int64),
-            starts=None if shards is None else torch.empty(places, dtype=torch.int64),
+            rows=_empty(places, torch.int64),
+            starts=None if shards is None else _empty(places, torch.int64),
             offsets=torch.empty_like(csr.offsets),
             weights=None if csr.weights is None else csr.weights.new_empty(places),
-            places=torch.empty(ids, dtype=torch.int64),
+            places=_empty(ids, torch.int64),
         )
         bad = cpu.prepare_ids(
             features, csr, shards, prepared, checked=policy == "raise", threads=torch.get_num_threads()
@@ -147,10 +151,10 @@ class CpuBackend:
 
     def row_square_sum(self, update: Update, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
         total = cpu.row_square_sum(update, _packed(csr), scale.contiguous(), grad, threads=torch.get_num_threads())
-        return torch.tensor(total, dtype=accumulation_dtype(update.table.dtype))
+        return torch.tensor(total, dtype=accumulation_dtype(update.table.dtype), device=update.table.device)
 
     def coefficient_grad(self, table: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
-        out = torch.empty(csr.ids.shape[0], dtype=accumulation_dtype(table.dtype))
+        out = _empty(csr.ids.shape[0], accumulation_dtype(table.dtype))
         cpu.coefficient_grad(
             table, features, _packed(csr), scale.contiguous(), grad, out, threads=torch.get_num_threads()
         )

@@ -327,7 +327,7 @@ def _reporting(device: torch.device) -> Iterator[Tensor]:
     if device.type == "cuda":
         yield device_errors.reported(device)
     else:
-        word = torch.zeros(1, dtype=torch.int64)
+        word = torch.zeros(1, dtype=torch.int64, device=device)
         yield word
         found = device_errors.decode(int(word))
         if found is not None:

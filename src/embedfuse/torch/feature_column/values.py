@@ -144,7 +144,7 @@ def _of_numpy(key: str, array: np.ndarray[Any, Any]) -> Values:
         return _of_list(key, array.tolist())
     if array.dtype.kind in "USO" and array.ndim:
         shape = array.shape[1:]
-        offsets = torch.arange(array.shape[0] + 1) * _product(shape)
+        offsets = torch.arange(array.shape[0] + 1, device="cpu") * _product(shape)
         if array.dtype.kind == "O":
             items, missing = _items_of_list(key, array.reshape(-1).tolist())
             return Values(items, offsets, padded=True, shape=shape, missing=missing)
@@ -178,10 +178,10 @@ def _of_list(key: str, rows: Sequence[Any]) -> Values:
             raise ValueError(
                 f"feature {key!r} must be all lists or all values, got a mixture: nest them all"
             ) from error
-        offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        offsets = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
         flat = list(chain.from_iterable(rows))
     else:
-        flat, offsets = list(rows), torch.arange(len(rows) + 1)
+        flat, offsets = list(rows), torch.arange(len(rows) + 1, device="cpu")
     items, missing = _items_of_list(key, flat)
     return Values(items, offsets, padded=True, missing=missing)
 
@@ -200,7 +200,7 @@ def _items_of_list(key: str, flat: list[Any]) -> tuple[Tensor | Strings, Tensor 
             raise TypeError(f"feature {key!r} must hold strings alone, got a mixture: convert it with str()") from error
     if isinstance(first, (list, tuple, np.ndarray)):
         raise ValueError(f"feature {key!r} must be a list of values or of lists, got a deeper one: flatten it")
-    missing = torch.tensor([item is None for item in flat])
+    missing = torch.tensor([item is None for item in flat], device="cpu")
     if bool(missing.any()):
         whole = all(isinstance(item, (int, np.integer)) for item in flat if item is not None)
         flat = [(MISSING_ID if whole else np.nan) if item is None else item for item in flat]
@@ -231,14 +231,14 @@ def _of_arrow(key: str, column: Any) -> Values:
         items, _ = _items_of_arrow(key, flat)
         return Values(items, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])))
     items, missing = _items_of_arrow(key, column)
-    return Values(items, torch.arange(len(column) + 1), padded=True, missing=missing)
+    return Values(items, torch.arange(len(column) + 1, device="cpu"), padded=True, missing=missing)
 
 
 def _items_of_arrow(key: str, column: Any) -> tuple[Tensor | Strings, Tensor | None]:
     import pyarrow as pa
 
     if pa.types.is_null(column.type) and len(column) == 0:
-        return torch.empty(0, dtype=torch.int64), None
+        return torch.empty(0, dtype=torch.int64, device="cpu"), None
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if pa.types.is_integer(kind):
         numbers = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

@@ -36,7 +36,7 @@ class Vocabulary:
             place = int(self._order[twice[0] + 1])
             word = words.to_list()[place].decode(errors="replace") if isinstance(words, Strings) else words[place]
             raise ValueError(f"`{name}` must not hold an entry twice, got {word!r} again at place {place}")
-        self._keys_on, self._order_on = torch.empty(0), torch.empty(0)
+        self._keys_on, self._order_on = torch.empty(0, device="cpu"), torch.empty(0, device="cpu")
 
     def places(self, items: Strings | Tensor) -> Tensor:
         """The place of each item, -1 where it is not in the list."""

@@ -109,7 +109,7 @@ def checked(
         if flat >= indices.numel():
             place, value = "", ""
         else:
-            at = [int(number) for number in torch.unravel_index(torch.tensor(flat), indices.shape)]
+            at = [int(number) for number in torch.unravel_index(torch.tensor(flat, device="cpu"), indices.shape)]
             place, value = f" at indices{at}", f"{int(indices[tuple(at)])}"
         raise IndexError(
             f"`indices` must lie in [0, {rows}), the rows of the table, got {value or 'another'}{place}: clean them, "

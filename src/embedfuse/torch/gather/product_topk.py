@@ -213,7 +213,7 @@ def best_pairs(scores_a: Tensor, scores_b: Tensor, k: int) -> tuple[Tensor | Non
             scores if scores.stride(1) == 1 else scores.clone(memory_format=torch.contiguous_format)
             for scores in (flat_a, flat_b)
         )
-        ids = torch.empty((*shape, k), dtype=torch.int64)
+        ids = torch.empty((*shape, k), dtype=torch.int64, device=first.device)
         cpu.product_topk(first, second, ids.view(-1, k), threads=torch.get_num_threads())
         return None, ids
     return None, in_torch([flat_a, flat_b], k).view(*shape, k)

@@ -83,7 +83,8 @@ def _adding(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             group.tables[0, T_RULE] = 0
             made = (
                 torch.from_numpy(group.features), torch.from_numpy(group.tables),
-                torch.tensor([(-1.0, *SGD().hyper(1.0)[1:])], dtype=torch.float64), torch.ones(1, dtype=torch.int64),
+                torch.tensor([(-1.0, *SGD().hyper(1.0)[1:])], dtype=torch.float64, device="cpu"),
+                torch.ones(1, dtype=torch.int64, device="cpu"),
             )  # fmt: skip
             features, tables, hyper, steps = (tensor.to(buffer.device) for tensor in made)
             _known[key] = features, tables, hyper, steps
