@@ -10,7 +10,7 @@ import torch
 
 from embedfuse import FTRL, SGD, Adagrad, Adam, FeatureConfig, RowWiseAdagrad, TableConfig
 from embedfuse.torch import Bags, EmbeddingBag, EmbeddingCollection, FusedOptimizer, SparseIds, feature_column
-from embedfuse.torch.backends import use_backend
+from embedfuse.torch.backends import use_backend, why_not
 from embedfuse.torch.gather import product_topk
 
 ON_GPU = torch.cuda.is_available()
@@ -45,8 +45,9 @@ def _on_cpu(values: Any, **given: Any) -> torch.Tensor:
 ])  # fmt: skip
 def test_collections(device: str, default: str, chosen: str, optimizer: Any, update: Any, grad: Any) -> None:
     serve = {"cuda": ("eager", "triton"), "cpu": ("eager", "cpu") if ON_GPU else ("eager", "cpu", "triton")}
-    if chosen not in serve[device]:
-        pytest.skip("another device's backend")
+    reason = "another device's backend" if chosen not in serve[device] else why_not(chosen, torch.device(device))
+    if reason is not None:
+        pytest.skip(reason)
 
     def trained(device: str) -> list[Any]:
         tables = [TableConfig(9, dim, combiner="mean", max_norm=norm) for dim, norm in ((4, None), (3, 0.5))]
