@@ -18,6 +18,9 @@ from embedfuse.torch.backends.join_bags import MOST, join_bags
 
 HERE = Path(__file__).parent
 STREAM, THREADS, ITEMS = 1234, 32, 3
+NEEDS_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available() or module.EXCHANGE is None, reason="needs a GPU, and DLPack's exchange"
+)
 
 
 class _Driver(LaunchDriver):
@@ -60,7 +63,7 @@ def driver(libraries: dict[int, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -
     for name, value in (
         ("device_of", lambda tensor: (0, None)), ("current_device", lambda: 0), ("raw_stream", lambda index: STREAM),
         ("driver_address", lambda: made.address), ("THREADS", THREADS), ("ITEMS", ITEMS),
-        ("_functions", {(0, 4): 4, (0, 8): 8}),
+        ("_functions", {(0, 4): 4, (0, 8): 8}), ("EXCHANGE", True),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     return made
@@ -146,7 +149,7 @@ def test_numbers_are_compared_before_anything_is_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     rng = random.Random(6)
@@ -161,7 +164,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@NEEDS_GPU
 def test_in_a_graph_and_in_other_threads() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
