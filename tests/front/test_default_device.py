@@ -1,6 +1,7 @@
-"""`torch.set_default_device` says where the user's new tensors go, and nothing of where ours do."""
+"""torch's default device and type are for the user's new tensors, and say nothing of ours."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -108,3 +109,79 @@ def test_columns(device: str, default: str) -> None:
         return [layer(lists).detach(), layer(arrays).detach()]
 
     _same(given, device, default)
+
+
+@pytest.mark.parametrize(("device", "default"), WHERE)
+def test_state_and_values_that_are_given(device: str, default: str) -> None:
+    def loaded(device: str) -> list[Any]:
+        given = {"a": [[0.1, 0.2], [0.3, 0.4]], "b": torch.ones(2, 2, device="cpu"), "c": np.full((2, 2), 0.7)}
+        collection = EmbeddingCollection(
+            {name: FeatureConfig(TableConfig(2, 2, initializer=value)) for name, value in given.items()},
+            Adagrad(0.1), device=device,
+        )  # fmt: skip
+        bags = Bags.from_lists([[0, 1], [1]], [[0.5, 2.0], [1.0]], device=device)
+        out, found = collection(dict.fromkeys(given, bags)), list(collection.parameters())
+        optimizer = FusedOptimizer(collection)
+        sum(one.sum() for one in out.values()).backward()
+        optimizer.step()
+        state, other = copy.deepcopy(optimizer).state_dict(), FusedOptimizer(copy.deepcopy(collection))
+        as_lists = {
+            name: {slot: value.tolist() for slot, value in slots.items()} for name, slots in state["state"].items()
+        }
+        for one in (state, {**state, "state": as_lists}):
+            other.load_state_dict(one)
+            found += [value for slots in other.state_dict()["state"].values() for value in slots.values()]
+        return [*found, bags.ids, bags.offsets, bags.weights]
+
+    _same(loaded, device, default)
+
+
+@pytest.mark.parametrize(("device", "default"), WHERE)
+def test_a_layer_moves_and_fills_in(device: str, default: str) -> None:
+    def given(device: str) -> list[Any]:
+        numbers = feature_column.numeric_column("m", default_value=1001.0)
+        layer = feature_column.InputLayer([feature_column.bucketized_column(numbers, [1000.5, 1001.5])], device=device)
+        return [layer.to(device)({"m": [1001.0, None]}).detach()]
+
+    _same(given, device, default)
+
+
+TYPES = [torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("default", TYPES)
+@pytest.mark.parametrize("chosen", ["eager", "cpu", *([] if ON_GPU else ["triton"])])
+def test_the_default_type_scales_no_gradient(default: torch.dtype, chosen: str) -> None:
+    if why_not(chosen, torch.device("cpu")) is not None:
+        pytest.skip(str(why_not(chosen, torch.device("cpu"))))
+
+    def trained() -> list[Any]:
+        torch.manual_seed(1)
+        table = TableConfig(9, 4, initializer=[[0.1 * n] * 4 for n in range(9)])
+        collection = EmbeddingCollection({"a": FeatureConfig(table)}, SGD(1.0))
+        optimizer, found = FusedOptimizer(collection), []
+        for scaled, clipped in ((False, True), (True, False), (True, True)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+            out = collection({"a": Bags.from_lists([[1, 2], [2]])})["a"]
+            loss = (out * torch.linspace(0.3, 1.7, 4, dtype=torch.float32)).sum()
+            (scaler.scale(loss) if scaled else loss).backward()
+            if clipped:
+                if scaled:
+                    scaler.unscale_(optimizer)
+                found.append(optimizer.clip_grad_norm_(0.37))
+            if scaled:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+            found.append(collection.tables["table_0"].detach().clone())
+        return found
+
+    wanted, before = None, torch.get_default_dtype()
+    with use_backend(chosen):
+        wanted = trained()
+        torch.set_default_dtype(default)
+        try:
+            found = trained()
+        finally:
+            torch.set_default_dtype(before)
+    assert all(map(torch.equal, found, wanted))

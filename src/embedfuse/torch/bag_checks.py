@@ -112,7 +112,7 @@ def flattened(name: str, lists: Any) -> tuple[list[Any], list[int]]:
         ) from error
 
 
-def ids_of(values: list[Any], dtype: torch.dtype) -> Tensor:
+def ids_of(values: list[Any], dtype: torch.dtype, device: Any = None) -> Tensor:
     """Whole numbers of Python as ids."""
     for kind in set(map(type, values)):
         if kind is bool or not hasattr(kind, "__index__"):
@@ -122,7 +122,7 @@ def ids_of(values: list[Any], dtype: torch.dtype) -> Tensor:
     for value in (min(values, default=0), max(values, default=0)):
         if not limits.min <= value <= limits.max:
             raise ValueError(f"`bags` must hold ids that fit {dtype}, got {value}: use dtype=torch.int64")
-    return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _shown(value: Any) -> str:

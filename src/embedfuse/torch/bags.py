@@ -71,17 +71,19 @@ class Bags:
         if dtype not in ID_TYPES:
             raise TypeError(f"`dtype` must be torch.int32 or torch.int64, got {dtype}")
         values, lengths = flattened("bags", bags)
-        ids = ids_of(values, dtype)
+        # where the device is said, nothing goes by way of torch's default
+        here = None if device is None else "cpu"
+        ids = ids_of(values, dtype, here)
         flat = None
         if weights is not None:
             numbers, weight_lengths = flattened("weights", weights)
             if weight_lengths != lengths:
                 raise ValueError(f"`weights` must have the lengths of `bags`, {lengths}, got {weight_lengths}")
             try:
-                flat = torch.tensor(numbers, dtype=torch.float32)
+                flat = torch.tensor(numbers, dtype=torch.float32, device=here)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(f"`weights` must hold numbers: {error}") from error
-        made = cls.from_lengths(ids, torch.tensor(lengths, dtype=torch.int64), flat)
+        made = cls.from_lengths(ids, torch.tensor(lengths, dtype=torch.int64, device=here), flat)
         return made if device is None else made.to(device)
 
     @classmethod

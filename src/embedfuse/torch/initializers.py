@@ -30,8 +30,13 @@ def initialize(table: Tensor, config: TableConfig) -> None:
             _copy(table, wanted, config)
 
 
+def tensor_of(values: Any, like: Tensor) -> Tensor:
+    """Numbers of any kind as a tensor, whatever torch's default type and device are; a tensor as it is."""
+    return values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=like.dtype, device="cpu")
+
+
 def _copy(table: Tensor, values: Any, config: TableConfig) -> None:
-    values = torch.as_tensor(values)
+    values = tensor_of(values, table)
     if values.shape != table.shape:
         raise ValueError(
             f"`initializer` of table {config.name!r} must have shape {tuple(table.shape)}, got {tuple(values.shape)}"

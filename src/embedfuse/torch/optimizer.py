@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..optim import Optimizer, resolve
 from . import update
+from .initializers import tensor_of
 from .learning_rates import LearningRates
 from .ledger import Record, learning
 from .pending import PendingGradient
@@ -365,7 +366,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if given[name].keys() != targets.keys():
                 raise ValueError(f"table {name!r} must have the slots {sorted(targets)}, got {sorted(given[name])}")
             for slot, target in targets.items():
-                value = torch.as_tensor(given[name][slot])
+                value = tensor_of(given[name][slot], target)
                 if value.shape != target.shape:
                     raise ValueError(
                         f"slot {slot!r} of table {name!r} must have shape {list(target.shape)}, got {list(value.shape)}"

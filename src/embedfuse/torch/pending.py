@@ -38,7 +38,7 @@ class PendingGradient(nn.Parameter):
     @classmethod
     def of(cls, waiting: Callable[[], list[Record]], drop: Callable[[], None]) -> "PendingGradient":
         """Stands for what `waiting()` lists; `drop` is to forget it."""
-        made = cls(torch.zeros(2, device="cpu"))
+        made = cls(torch.zeros(2, dtype=torch.float32, device="cpu"))
         made.waiting, made.drop, made.marker, made.marked = waiting, drop, None, []
         return made
 
@@ -61,7 +61,8 @@ class PendingGradient(nn.Parameter):
             with torch.inference_mode(False), torch.no_grad():
                 device = records[0].grad.device
                 finite = [torch.isfinite(record.grad).all().to(device) for record in records]
-                flag = torch.where(torch.stack(finite).all(), 0.0, float("inf"))
+                # 0 and inf are exact in any default type, a factor is not
+                flag = torch.where(torch.stack(finite).all(), 0.0, float("inf")).float()
                 self.marker = torch.stack([torch.ones_like(flag), flag])
             self.marked = list(records)
         return self.marker

@@ -8,6 +8,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,8 +123,10 @@ class NumericColumn(DenseColumn):
                 f"feature {self.key!r} must have a number for every example, got {int(missing.sum())} missing: give "
                 "numeric_column a `default_value`"
             )
-        default = torch.as_tensor(self.default_value).reshape(-1)
-        return torch.where(missing.reshape(numbers.shape), default, numbers)
+        default = torch.from_numpy(np.array(self.default_value).reshape(-1))
+        if default.is_floating_point():
+            default = default.to(torch.promote_types(numbers.dtype, torch.float32))
+        return torch.where(missing.reshape(numbers.shape), default.to(numbers.device), numbers)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class ColumnTables(nn.Module):
         self.plain = Tables()
         for table, config in configs.items():
             if not any(look.table is table and look.do_fusion for look in self.lookups):
-                fresh = torch.zeros(config.vocabulary_size, config.dim, device=options.device)
+                dtype = getattr(torch, config.dtype)
+                fresh = torch.zeros(config.vocabulary_size, config.dim, dtype=dtype, device=options.device)
                 initialize(fresh, config)
                 self.plain.put(config.name or "", nn.Parameter(fresh))
         for table in configs:

@@ -1,6 +1,7 @@
 """How much of a memory is in use, and how evenly."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,9 +90,7 @@ def usage_stats(counts: Tensor, weights: Tensor | None = None, top1: Tensor | No
 
 def _divergence(counts: Tensor) -> float:
     shares = counts.double() / counts.double().sum().clamp(min=1e-300)
-    return float(
-        torch.log(torch.tensor(float(shares.numel()), dtype=torch.float64)) + torch.xlogy(shares, shares).sum()
-    )
+    return math.log(shares.numel()) + float(torch.xlogy(shares, shares).sum())
 
 
 class SlotUse:
@@ -176,7 +175,7 @@ def plot_usage(uses: Mapping[str, SlotUse], path: Path | str) -> None:
 def draw_usage(axes: Any, counts: Tensor, label: str, colour: str | None = None) -> None:
     """The curve of `plot_usage`, into a matplotlib axes."""
     shares = (counts / counts.sum().clamp(min=1e-300)).sort(descending=True).values.cumsum(0).cpu()
-    at = torch.linspace(0, shares.numel() - 1, min(shares.numel(), 500)).long()
+    at = torch.linspace(0, shares.numel() - 1, min(shares.numel(), 500), device="cpu").long()
     axes.plot((100.0 * (at + 1) / shares.numel()).tolist(), (100.0 * shares[at]).tolist(), label=label, color=colour)
     axes.plot([0, 100], [0, 100], color="#bbbbbb", linewidth=0.8, linestyle=":")
     axes.set(xlabel="slots, most read first (%)", ylabel="part of all reads (%)", xlim=(0, 100), ylim=(0, 100))
