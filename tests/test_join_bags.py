@@ -2,21 +2,19 @@
 
 import ctypes
 import random
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cuda_library import library
 from launch_driver import Asked, LaunchDriver
 
 pytest.importorskip("triton")
 
-from embedfuse.kernels import _launch, configs
+from embedfuse.kernels import _launch
 from embedfuse.torch.backends import join_bags as module
 from embedfuse.torch.backends.join_bags import MOST, join_bags
 
-HERE = Path(__file__).parent
 STREAM, THREADS, ITEMS = 1234, 32, 3
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available() or module.EXCHANGE is None, reason="needs a GPU, and DLPack's exchange"
@@ -41,20 +39,8 @@ class _Driver(LaunchDriver):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
-    folder, made = tmp_path_factory.mktemp("join_bags"), {}
-    for size in (4, 8):
-        path = folder / f"{size}.so"
-        subprocess.run(
-            [
-                "g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-pthread", "-Wall", "-Wextra",
-                "-Wno-unknown-pragmas", f"-I{Path(configs.__file__).parent / 'cuda'}", f"-DMOST={MOST}",
-                f"-DBYTES={size}", f"-DTHREADS={THREADS}", f"-DITEMS={ITEMS}", HERE / "cuda_on_cpu" / "join_bags.cpp",
-                "-o", path,
-            ],
-            check=True,
-        )  # fmt: skip
-        made[size] = ctypes.CDLL(str(path))
-    return made
+    folder, constants = tmp_path_factory.mktemp("join_bags"), {"MOST": MOST, "THREADS": THREADS, "ITEMS": ITEMS}
+    return {size: library(folder, "join_bags", BYTES=size, **constants) for size in (4, 8)}
 
 
 @pytest.fixture

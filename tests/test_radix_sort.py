@@ -1,13 +1,13 @@
 """The sort of row numbers in CUDA, on the CPU: `tests/cuda_on_cpu` gives its source what a GPU would."""
 
 import ctypes
-import subprocess
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cuda_library import library
 from launch_driver import Asked, LaunchDriver
 
 pytest.importorskip("triton")
@@ -15,25 +15,14 @@ pytest.importorskip("triton")
 from embedfuse.kernels import configs
 from embedfuse.torch.backends import issuing, radix_sort
 
-HERE = Path(__file__).parent
 STREAM, BLOCKS = 1234, 3
 COOPERATIVE = 2
 """CUDA's number for launches whose blocks wait for each other."""
-SOURCES = Path(configs.__file__).parent / "cuda"
 
 
 @cache
 def _library(folder: Path, digit: int, threads: int) -> ctypes.CDLL:
-    made = folder / f"radix_{digit}_{threads}.so"
-    subprocess.run(
-        [
-            "g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-pthread", "-Wall", "-Wextra",
-            "-Wno-unknown-pragmas", f"-I{SOURCES}", f"-DBITS={digit}", f"-DTHREADS={threads}",
-            HERE / "cuda_on_cpu" / "radix_sort.cpp", "-o", made,
-        ],
-        check=True,
-    )  # fmt: skip
-    return ctypes.CDLL(str(made))
+    return library(folder, "radix_sort", BITS=digit, THREADS=threads)
 
 
 class _Driver(LaunchDriver):

@@ -93,7 +93,7 @@ def test_opcheck(weighted, most):
     from embedfuse.torch.layout import assemble
 
     inputs = batch_for(collection, 4, 0, weighted)
-    ids, offsets, weights, bags = assemble(collection._parts(inputs), torch.float32)
+    ids, offsets, weights, bags = assemble(collection._parts(inputs))
     if weights is not None:
         weights.requires_grad_()
     number, launch, *_ = collection._launch(0, (1, 1, 1))

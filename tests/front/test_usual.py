@@ -210,6 +210,23 @@ def test_anything_may_happen_in_between(update: str, monkeypatch: pytest.MonkeyP
     assert repeats.steps > 60 or update == "autograd"
 
 
+def test_nests_of_one_batch_size_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats = repeat(monkeypatch)
+    collection = Side("step", False).collection
+    bags, ids = Bags(torch.tensor([1, 2, 8]), torch.tensor([0, 1, 3])), torch.tensor([3, 0])
+    for values in ((bags, bags, bags), (ids, ids, ids), (bags, ids, bags)):
+        inputs = dict(zip(NAMES, values, strict=True))
+        # the first makes it, the second is the first of its kind
+        collection(inputs), collection(inputs)
+        before = repeats.lookups
+        collection(inputs), collection.concatenated(inputs)
+        assert repeats.lookups == before + 2
+    # each needs a place of its own
+    collection(dict.fromkeys(NAMES, ids[:, None]))
+    collection({"a": bags, "b": ids[:1], "c": bags})
+    assert repeats.lookups == before + 2
+
+
 def test_a_rate_that_counts_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     repeats, asked = repeat(monkeypatch), 0
 

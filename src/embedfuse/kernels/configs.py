@@ -14,6 +14,8 @@ GROUP = 4
 NARROW, EVEN = 4, 64
 """Tables narrower than the widest one by NARROW have tiles of their own shape, if that one has EVEN columns or more, or
 where they keep it from being read in long words."""
+FEW_COLUMNS = 4
+"""Of the narrowest tiles: sums of cut runs are read in words of four."""
 NARROW_ROWS = 64
 """Most rows of such a tile in updates: what is known of each row takes registers, too."""
 RADIX_DIGIT, RADIX_THREADS, RADIX_BLOCKS = 8, 256, 4
@@ -80,8 +82,8 @@ def ceil_div(number: int, step: int) -> int:
 
 def narrow_of(config: LookupConfig | UpdateConfig, dims: Iterable[int], wanted: bool) -> int:
     """By how much narrower tables are that have tiles of their own shape; 1 if there are none, or none are wanted."""
-    # sums of cut runs are read in words of four
-    narrow = [power_of_two(max(dim, 4)) for dim in dims if max(dim, 4) * config.narrow <= config.block_d]
+    columns = [power_of_two(max(dim, FEW_COLUMNS)) for dim in dims]
+    narrow = [number for number in columns if number * config.narrow <= config.block_d]
     return config.block_d // max(narrow) if wanted and narrow and config.narrow > 1 else 1
 
 

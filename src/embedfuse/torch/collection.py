@@ -198,8 +198,7 @@ class EmbeddingCollection(nn.Module):
 
     def _lookup(self, number: int, parts: Sequence[Part], policy: Policy | None = None) -> Tensor:
         own = self._settled(number)
-        batch = assemble(parts, accumulation_dtype(self._groups[number].arena.buffer.dtype))
-        return self._look_up(number, own, batch, self._launch(number, *forms_of(parts)), policy, parts)
+        return self._look_up(number, own, assemble(parts), self._launch(number, *forms_of(parts)), policy, parts)
 
     def _lookup_whole(self, inputs: Any) -> Tensor | None:
         """Of `JoinedBags`, or of a nest of features that are as easily joined; None if others are among them."""
@@ -218,7 +217,6 @@ class EmbeddingCollection(nn.Module):
         if found is not None:
             return found
         own, arena = self._settled(0), self._groups[0].arena
-        batch = as_kernels_want(batch, accumulation_dtype(arena.buffer.dtype))
         known = self._launch(0, (1,) * len(self._leaves))
         out = self._look_up(0, own, batch, known)
         if own and not is_watched(*batch[:3]) and not is_transformed():
@@ -240,7 +238,8 @@ class EmbeddingCollection(nn.Module):
         parts: Sequence[Part] = (),
     ) -> Tensor:  # fmt: skip
         arena = self._groups[number].arena
-        buffer, (ids, offsets, weights, bags) = arena.buffer, batch
+        buffer = arena.buffer
+        ids, offsets, weights, bags = batch = as_kernels_want(batch, accumulation_dtype(buffer.dtype))
         if ids.device != buffer.device:
             raise ValueError(
                 f"`inputs` must be on the device of the tables, {buffer.device}, got {ids.device}: use bags.to(device)"

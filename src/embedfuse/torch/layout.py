@@ -227,7 +227,7 @@ def forms_of(parts: Sequence[Part]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     return tuple([part.copies for part in parts]), tuple([part.is_sequence for part in parts])
 
 
-def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> Assembled:
+def assemble(parts: Sequence[Part]) -> Assembled:
     """All features of a launch.
 
     A feature with fewer bags than the largest is filled up with empty ones.
@@ -239,7 +239,7 @@ def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> Assembled:
     weights = _joined_weights(ids, [part.weights for part in parts])
     together = _joined_ids(ids)
     if all(part.offsets is None and part.bags == bags for part in parts):
-        return as_kernels_want((together, _one_each(together), weights, bags), weights_dtype)
+        return together, _one_each(together), weights, bags
     rows: list[Tensor] = []
     for part in parts:
         if part.offsets is None:
@@ -248,7 +248,7 @@ def assemble(parts: Sequence[Part], weights_dtype: torch.dtype) -> Assembled:
             rows.append(part.offsets)
         else:
             rows.append(torch.cat([part.offsets, part.offsets[-1:].expand(bags - part.bags)]))
-    return as_kernels_want((together, _joined_offsets(rows, together), weights, bags), weights_dtype)
+    return together, _joined_offsets(rows, together), weights, bags
 
 
 def assemble_plain(values: Sequence[Any]) -> Assembled | None:

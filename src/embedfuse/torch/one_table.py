@@ -11,6 +11,7 @@ from . import sparse_op  # noqa: F401 (declares its ops)
 from .backends import Policy
 from .compiling import constant_in_graphs
 from .functions import Layout, MaxLookup, PooledLookup, call, is_transformed
+from .shelf import Shelf
 from .sparse_grad import SparseGradLookup
 
 
@@ -47,11 +48,7 @@ def _remembered(kind: Kind, table: bool) -> Tensor:
     return made
 
 
-class _Shelf:
-    """Descriptors as attributes, where a compiler finds them; it sees new ones, which it would not in a dict."""
-
-
-_shelf = _Shelf()
+_shelf = Shelf()
 _names: dict[tuple[Kind, bool], str] = {}
 
 

@@ -1,4 +1,4 @@
-"""Where a compiler finds the launches of a collection."""
+"""Where a compiler finds what is planned for a launch."""
 
 import weakref
 from typing import Any
@@ -7,7 +7,7 @@ from .compiling import constant_in_graphs
 
 
 class Shelf:
-    """Launches as attributes, where a compiler finds new ones; it does not in a dict, nor can it plan them itself."""
+    """Launches or descriptors as attributes, where a compiler finds new ones; in a dict it does not."""
 
 
 _living: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()

@@ -16,11 +16,6 @@ def _packed(csr: Csr) -> Csr:
     return Csr(csr.ids.contiguous(), csr.offsets.contiguous(), weights, csr.bags)
 
 
-def _empty(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # whatever torch.set_default_device says
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
 def _is_skipped(update: Update) -> bool:
     return update.skip is not None and float(update.skip) != 0
 
@@ -40,8 +35,9 @@ class CpuBackend:
     def pooled_lookup(
         self, table: Tensor, features: Tensor, csr: Csr, width: int, normalised: bool, policy: Policy
     ) -> tuple[Tensor, Tensor]:
-        out = _empty((csr.bags, width), table.dtype)
-        scale = _empty(features.shape[0] * csr.bags if normalised else 0, accumulation_dtype(table.dtype))
+        out = table.new_empty((csr.bags, width))
+        places = features.shape[0] * csr.bags if normalised else 0
+        scale = table.new_empty(places, dtype=accumulation_dtype(table.dtype))
         bad = cpu.pooled_lookup(
             table, features, _packed(csr), out, scale, checked=policy == "raise", threads=torch.get_num_threads()
         )
@@ -53,8 +49,8 @@ class CpuBackend:
         self, table: Tensor, features: Tensor, csr: Csr, width: int, policy: Policy
     ) -> tuple[Tensor, Tensor]:
         """Max pooling and the position each element came from, see `embedfuse.cpu.max_lookup`."""
-        out = _empty((csr.bags, width), table.dtype)
-        winners = _empty((csr.bags, width), torch.int64)
+        out = table.new_empty((csr.bags, width))
+        winners = table.new_empty((csr.bags, width), dtype=torch.int64)
         bad = cpu.max_lookup(
             table, features, _packed(csr), out, winners, checked=policy == "raise", threads=torch.get_num_threads()
         )
@@ -86,7 +82,8 @@ class CpuBackend:
         self, features: Tensor, tables: Tensor, source: Tensor, csr: Csr, scale: Tensor, grad: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
         """See `Backend`."""
-        none, slots = _empty(0, torch.float64), _empty(0, accumulation_dtype(source.dtype))
+        none = source.new_empty(0, dtype=torch.float64)
+        slots = source.new_empty(0, dtype=accumulation_dtype(source.dtype))
         update = Update(source, features, tables, (), slots, none, csr.offsets[:0])
         csr, scale = _packed(csr), scale.contiguous()
         return [
@@ -136,11 +133,11 @@ class CpuBackend:
         ids = csr.ids.shape[0]
         places = ids + csr.offsets.shape[0] - 1
         prepared = Prepared(
-            rows=_empty(places, torch.int64),
-            starts=None if shards is None else _empty(places, torch.int64),
+            rows=csr.offsets.new_empty(places),
+            starts=None if shards is None else csr.offsets.new_empty(places),
             offsets=torch.empty_like(csr.offsets),
             weights=None if csr.weights is None else csr.weights.new_empty(places),
-            places=_empty(ids, torch.int64),
+            places=csr.offsets.new_empty(ids),
         )
         bad = cpu.prepare_ids(
             features, csr, shards, prepared, checked=policy == "raise", threads=torch.get_num_threads()
@@ -154,7 +151,7 @@ class CpuBackend:
         return torch.tensor(total, dtype=accumulation_dtype(update.table.dtype), device=update.table.device)
 
     def coefficient_grad(self, table: Tensor, features: Tensor, csr: Csr, scale: Tensor, grad: Tensor) -> Tensor:
-        out = _empty(csr.ids.shape[0], accumulation_dtype(table.dtype))
+        out = table.new_empty(csr.ids.shape[0], dtype=accumulation_dtype(table.dtype))
         cpu.coefficient_grad(
             table, features, _packed(csr), scale.contiguous(), grad, out, threads=torch.get_num_threads()
         )

@@ -73,6 +73,12 @@ def functions_of(name: str, functions: Sequence[str], defines: dict[str, int], d
     return handles
 
 
+def check_launch(name: str, failed: int) -> None:
+    """Raises RuntimeError if the driver did not launch a kernel of that source."""
+    if failed:
+        raise RuntimeError(f"a kernel of {name} was not launched: error {failed} of CUDA's driver")
+
+
 def blocks_at_once(function: int, threads: int, device: int) -> int:
     """How many blocks of so many threads run at once on a multiprocessor of a device."""
     with torch.cuda.device(device):

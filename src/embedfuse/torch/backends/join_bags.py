@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from ..native import EXCHANGE, NATIVE
-from .cuda_source import NoCompiler, driver_address, functions_of
+from .cuda_source import NoCompiler, check_launch, driver_address, functions_of
 from .launching import HOST, current_device, device_of, raw_stream
 
+SOURCE = "join_bags.cu"
 THREADS, ITEMS = 256, 4
 """Of a block, and of a thread."""
 MOST: int = 0 if NATIVE is None else NATIVE.MOST_JOINED
@@ -46,9 +47,10 @@ def join_bags(ids: list[Tensor], offsets: list[Tensor | None], bags: int) -> tup
     failed = NATIVE.join_bags(
         driver_address(), function, ids, offsets, together, ends, bags, THREADS * ITEMS, THREADS, raw_stream(index)
     )
-    if failed > 0:
-        raise RuntimeError(f"a kernel of join_bags.cu was not launched: error {failed} of CUDA's driver")
-    return None if failed else (together, ends)
+    if failed < 0:
+        return None
+    check_launch(SOURCE, failed)
+    return together, ends
 
 
 def _function(index: int, size: int) -> int:
@@ -57,7 +59,7 @@ def _function(index: int, size: int) -> int:
         return 0
     constants = {"MOST": MOST, "BYTES": size, "THREADS": THREADS, "ITEMS": ITEMS}
     try:
-        (handle,) = functions_of("join_bags.cu", ["join_bags"], constants, index)
+        (handle,) = functions_of(SOURCE, ["join_bags"], constants, index)
     except NoCompiler:
         handle = 0
     _functions[index, size] = handle

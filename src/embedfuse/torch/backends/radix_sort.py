@@ -14,10 +14,11 @@ from ...kernels.configs import (
     RADIX_THREADS,
     ceil_div,
 )
-from .cuda_source import NoCompiler, blocks_at_once, driver_address, functions_of, multiprocessors
+from .cuda_source import NoCompiler, blocks_at_once, check_launch, driver_address, functions_of, multiprocessors
 from .issuing import Issuer, launch
 from .launching import HOST, raw_stream
 
+SOURCE = "radix_sort.cu"
 ARGUMENTS = 10
 """Of a kernel that sorts by all digits."""
 TOO_LARGE = (720, 801)
@@ -45,7 +46,7 @@ class RadixSort:
         few, some = f"radix_sort_{RADIX_FEW}", f"radix_sort_{RADIX_SOME}"
         names = (few, some, "count_digits", "sum_digits", "sort_by_digit")
         constants = {"BITS": self.digit, "THREADS": RADIX_THREADS, "BLOCKS": RADIX_BLOCKS}
-        handles = functions_of("radix_sort.cu", names, constants, device)
+        handles = functions_of(SOURCE, names, constants, device)
         self._few, self._some, self._count, self._sum, self._sort = handles
         # tiles that may wait for each other
         self._few_tiles = multiprocessors(device)
@@ -90,7 +91,7 @@ class RadixSort:
         if tiles <= most:
             totals = scratch + (4 * tiles << self.digit)
             arguments: tuple[Any, ...] = (*keys, first, *beside, scratch, totals, zero, number, self.passes)
-            _checked(to.own(kernel, tiles, RADIX_THREADS, arguments, together=True))
+            check_launch(SOURCE, to.own(kernel, tiles, RADIX_THREADS, arguments, together=True))
             return keys[self.passes % 2], beside[1 - self.passes % 2]
         tiles = _tiles(number, RADIX_MANY)
         totals = scratch + (4 * tiles << self.digit)
@@ -101,14 +102,9 @@ class RadixSort:
                 (self._sum, 1 << self.digit, (scratch, totals, tiles)),
                 (self._sort, tiles, (keys[0], values, keys[1], beside[0], scratch, totals, number, shift)),
             ):
-                _checked(to.own(kernel, blocks, RADIX_THREADS, arguments))
+                check_launch(SOURCE, to.own(kernel, blocks, RADIX_THREADS, arguments))
             values, keys, beside = beside[0], (keys[1], keys[0]), (beside[1], beside[0])
         return keys[0], values
-
-
-def _checked(failed: int) -> None:
-    if failed:
-        raise RuntimeError(f"a kernel of radix_sort.cu was not launched: error {failed} of CUDA's driver")
 
 
 def _tiles(number: Any, items: int) -> Any:

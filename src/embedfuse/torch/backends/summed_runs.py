@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.configs import EVEN, NARROW_ROWS, UpdateConfig, ceil_div
+from ...kernels.configs import EVEN, FEW_COLUMNS, NARROW_ROWS, UpdateConfig, ceil_div
 from ...kernels.cut_runs import fold_kernel, join_kernel
 from ...kernels.long_segments import long_kernel
 from ...kernels.row_update import segments_kernel
@@ -23,8 +23,6 @@ STEP_ROWS, STORE_SUMS, SQUARE_SUMS = range(3)
 SLOT_KINDS = {"element": 1, "row": 2}
 FEW = 1 << 16
 """Ids that do not keep a GPU busy: dealt out to more programs, 20,000 to 60,000 take 4 to 17 % less (H200, 2026-11)."""
-FEW_COLUMNS = 4
-"""Of the narrowest tiles."""
 BESIDE = 1 << 17
 """Ids from which on a second stream is worth the host's time."""
 

@@ -64,7 +64,7 @@ class InputLayer(nn.Module):
         self._device = None if device is None else torch.device(device)
         # follows `.half()` and the like, which numbers do, too; columns make them in float32
         self._numbers: Tensor
-        self.register_buffer("_numbers", torch.empty(0, device=device or "cpu"), persistent=False)
+        self.register_buffer("_numbers", torch.empty(0, device=self._device or "cpu"), persistent=False)
 
     def forward(self, features: Mapping[str, Any]) -> Tensor:
         """The columns of a batch.
