@@ -5,7 +5,7 @@ What `row_update.py` leaves: segments of more ids than are summed side by side, 
 
 from .._triton import tl, triton
 from .descriptors import table_dim, table_rule
-from .row_gradients import as_looked_up, load_gradients
+from .row_gradients import as_looked_up, load_gradients, load_sources
 from .row_step import SIZES, UNALIGNED, finish, load_rows
 
 
@@ -44,7 +44,7 @@ def step_long(
     if SEVERAL_RULES:
         # nothing is read or written for another rule's rows
         last = tl.where(table_rule(p_tables, table) == rule_number, end, start)
-    source = tl.load(p_sources + start + lane, mask=start + lane < last, other=0)
+    source, coefficient = load_sources(p_sources, p_coefficients, start + lane, start + lane < last, HAS_COEFFICIENTS)
     whole = tl.where((tag % 2 == 1) & (next_tag % 2 == 1), last, start)
     live = row * 0 + start < whole
     mask = live[:, None] & m_column[None, :]
@@ -61,12 +61,15 @@ def step_long(
     while position < last:
         j = position + lane
         inside = j < last
-        next_source = tl.load(p_sources + j + TERMS, mask=j + TERMS < last, other=0)
+        # asked for one round ahead
+        next_source, next_coefficient = load_sources(
+            p_sources, p_coefficients, j + TERMS, j + TERMS < last, HAS_COEFFICIENTS
+        )
         acc += load_gradients(
-            p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, j, source, inside, column_64, m_column,
+            p_grad, p_winners, p_order, p_dots, looked_up, j, source, coefficient, inside, column_64, m_column,
             grad_column, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, GRAD_ALIGN,
         )  # fmt: skip
-        source = next_source
+        source, coefficient = next_source, next_coefficient
         position += TERMS
     g = tl.sum(acc, axis=0)[None, :]
     line = tl.where(tag % 2 == 1, end // CHUNK * 2 + 1, start // CHUNK * 2).to(tl.int64)

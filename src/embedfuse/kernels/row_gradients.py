@@ -16,7 +16,7 @@ def as_looked_up(p_tables, table, w, HAS_DOTS: tl.constexpr, CLIPPED: tl.constex
 
 @triton.jit
 def load_gradients(
-    p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, j, source, inside, column, m_column, grad_column,
+    p_grad, p_winners, p_order, p_dots, looked_up, j, source, coefficient, inside, column, m_column, grad_column,
     HAS_COEFFICIENTS: tl.constexpr, HAS_WINNERS: tl.constexpr, HAS_DOTS: tl.constexpr, GRAD_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Gradient rows that start at `source`, times their coefficients; `j` numbers their ids in sorted order.
@@ -34,5 +34,16 @@ def load_gradients(
     if HAS_DOTS:
         tl.store(p_dots + order, tl.sum(value * looked_up, axis=1), mask=inside)
     if HAS_COEFFICIENTS:
-        value = value * tl.load(p_coefficients + j, mask=inside, other=0.0)[:, None]
+        value = value * coefficient[:, None]
     return value
+
+
+@triton.jit
+def load_sources(p_sources, p_coefficients, j, inside, HAS_COEFFICIENTS: tl.constexpr):
+    """Where the gradient rows of ids start, and their coefficients; without any nothing of use."""
+    source = tl.load(p_sources + j, mask=inside, other=0)
+    if HAS_COEFFICIENTS:
+        coefficient = tl.load(p_coefficients + j, mask=inside, other=0.0)
+    else:
+        coefficient = tl.zeros_like(source).to(tl.float32)
+    return source, coefficient

@@ -12,7 +12,7 @@ the row once for each segment of it.
 
 from .._triton import tl, triton
 from .descriptors import NARROW_BLOCK, table_dim, table_rule
-from .row_gradients import as_looked_up, load_gradients
+from .row_gradients import as_looked_up, load_gradients, load_sources
 from .row_step import SIZES, UNALIGNED, finish, load_rows
 
 
@@ -82,21 +82,26 @@ def step_segments(
             MODE, SLOT0, SLOT1, HAS_DOTS, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
         )  # fmt: skip
         looked_up = as_looked_up(p_tables, table, w, HAS_DOTS, CLIPPED)
+        _, coefficient = load_sources(p_sources, p_coefficients, start, here, HAS_COEFFICIENTS)
         g = load_gradients(
-            p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, start, source, here, column_64, m_column,
+            p_grad, p_winners, p_order, p_dots, looked_up, start, source, coefficient, here, column_64, m_column,
             grad_column, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, GRAD_ALIGN,
         )  # fmt: skip
         longest = tl.max(tl.where(here, end - start, 0), axis=0)
         # where a gradient is, is asked for one round ahead
-        next_source = tl.load(p_sources + start + 1, mask=here & (start + 1 < end), other=0)
+        next_source, next_coefficient = load_sources(
+            p_sources, p_coefficients, start + 1, here & (start + 1 < end), HAS_COEFFICIENTS
+        )
         k = longest * 0 + 1
         while k < longest:
             j = start + k
             inside = here & (j < end)
-            source = next_source
-            next_source = tl.load(p_sources + j + 1, mask=here & (j + 1 < end), other=0)
+            source, coefficient = next_source, next_coefficient
+            next_source, next_coefficient = load_sources(
+                p_sources, p_coefficients, j + 1, here & (j + 1 < end), HAS_COEFFICIENTS
+            )
             g += load_gradients(
-                p_grad, p_winners, p_order, p_dots, p_coefficients, looked_up, j, source, inside, column_64, m_column,
+                p_grad, p_winners, p_order, p_dots, looked_up, j, source, coefficient, inside, column_64, m_column,
                 grad_column, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, GRAD_ALIGN,
             )  # fmt: skip
             k += 1
