@@ -32,7 +32,7 @@ class Side:
 
     def forget(self) -> None:
         if self.long:
-            self.collection.__dict__["_usual"] = None
+            self.collection._usual.clear()
             if self.optimizer is not None:
                 self.optimizer._usual.clear()
 
@@ -322,7 +322,7 @@ def test_rates_that_drop_the_gradient_or_compute(monkeypatch: pytest.MonkeyPatch
     drops, before = True, collection.tables["t4"].detach().clone()
     for _ in range(2):
         _steps(collection, optimizer, 1)
-        collection.__dict__["_usual"] = None
+        collection._usual.clear()
         optimizer._usual.clear()
     assert torch.equal(before, collection.tables["t4"])
 

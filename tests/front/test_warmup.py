@@ -86,6 +86,18 @@ def batch(model, total, weighted=False, learned=False, ids=torch.int64, mean=3.0
     return made
 
 
+def single(model, total, ids=torch.int64):
+    """The same with one id in each bag."""
+    rng = np.random.default_rng(0)
+    names = list(model.features)
+    made = {}
+    for name in names:
+        rows = model.features[name].table.vocabulary_size
+        values = np.minimum(rng.zipf(1.3, max(total // len(names), 1)) - 1, rows - 1)
+        made[name] = torch.from_numpy(values).to(DEVICE, ids)
+    return made
+
+
 def train(model, optimizer, inputs, *, clipping=False, scaler=False, beside=None):
     """One step as users make it."""
     if beside is None:
@@ -115,6 +127,8 @@ def launches_of_training(
         for total, weighted, mean in itertools.product(sizes, weights, means):
             for learned in (False, True)[: 1 + weighted]:
                 train(model, optimizer, batch(model, total, weighted, learned, ids, mean), **how)
+        for total in sizes:
+            train(model, optimizer, single(model, total, ids), **how)
         with torch.no_grad():
             model(batch(model, sizes[0], ids=ids))
     return set(real)
@@ -170,6 +184,8 @@ def test_several_batches_to_a_step_need_none_either():
             # of several sizes
             model.concatenated(batch(model, 2 * total, mean=mean)).square().sum().backward()
             train(model, optimizer, batch(model, total, mean=mean))
+        for total in SIZES:
+            train(model, optimizer, single(model, total))
     assert set(real) == set(warm)
 
 

@@ -53,6 +53,7 @@ class _Group:
     arena: Arena
     members: list[int]
     planned: list[PlannedFeature]
+    divides: bool  # whether any feature that is no sequence does: means of one id each are sums
 
 
 class EmbeddingCollection(nn.Module):
@@ -85,8 +86,8 @@ class EmbeddingCollection(nn.Module):
 
     # follow the tables when they move; copies get their own
     _anchor: Tensor
-    _launches: dict[tuple[int, tuple[int, ...], tuple[bool, ...]], Known]
-    _usual: UsualLookup | None
+    _launches: dict[tuple[int, tuple[int, ...], tuple[bool, ...], bool], Known]
+    _usual: dict[bool, UsualLookup | None]  # of bags of one id each, and of others
     _ledger: ledgers.Ledger
     _shelf: Shelf
     _number: int
@@ -202,25 +203,25 @@ class EmbeddingCollection(nn.Module):
 
     def _lookup_whole(self, inputs: Any) -> Tensor | None:
         """Of `JoinedBags`, or of a nest of features that are as easily joined; None if others are among them."""
-        joinable, compiling = self._joinable, torch.compiler.is_compiling()
+        joinable, compiling, one_each = self._joinable, torch.compiler.is_compiling(), False
         batch: Assembled | None
         if isinstance(inputs, JoinedBags):
             batch = assemble_joined(inputs, joinable)
         elif joinable.reason is None and not compiling and not is_watched() and not is_transformed():
-            batch = assemble_plain(flatten(self.features, inputs))
+            batch, one_each = assemble_plain(flatten(self.features, inputs))
         else:
             return None
         if batch is None:
             return None
-        usual = None if compiling else self._usual
+        usual = None if compiling else self._usual.get(one_each)
         found = None if usual is None else usual.again(batch, self.out_of_range, self.update)
         if found is not None:
             return found
         own, arena = self._settled(0), self._groups[0].arena
-        known = self._launch(0, (1,) * len(self._leaves))
+        known = self._launch(0, (1,) * len(self._leaves), None, one_each)
         out = self._look_up(0, own, batch, known)
         if own and not is_watched(*batch[:3]) and not is_transformed():
-            self.__dict__["_usual"] = UsualLookup.of(arena, known, self._anchor)
+            self._usual[one_each] = UsualLookup.of(arena, known, self._anchor)
         return out
 
     def _settled(self, number: int) -> bool:
@@ -294,23 +295,27 @@ class EmbeddingCollection(nn.Module):
                 planned_feature(self._leaves[number][1], mine.index(self._leaves[number][1].table))
                 for number in members
             ]
-            groups.append(_Group(arena, members, planned))
+            pooled = [leaf for _, leaf in self._leaves if leaf.table.dtype == dtype and not leaf.max_sequence_length]
+            divides = any(leaf.effective_combiner != "sum" for leaf in pooled)
+            groups.append(_Group(arena, members, planned, divides))
         return groups
 
-    def _launch(self, number: int, copies: tuple[int, ...], sequences: tuple[bool, ...] | None = None) -> Known:
-        sequences = sequences or (False,) * len(copies)
+    def _launch(
+        self, number: int, copies: tuple[int, ...], sequences: tuple[bool, ...] | None = None, one_each: bool = False
+    ) -> Known:
+        sequences, one_each = sequences or (False,) * len(copies), one_each and self._groups[number].divides
         if torch.compiler.is_dynamo_compiling():
             # imported here, since it takes a second and only a compiler needs it
             from torch.fx.experimental.symbolic_shapes import guard_scalar
 
             # a graph serves features of one form
             copies = tuple([int(guard_scalar(count)) for count in copies])
-            known: Known | None = getattr(self._shelf, put_on_shelf(self._number, number, copies, sequences))
+            known: Known | None = getattr(self._shelf, put_on_shelf(self._number, number, copies, sequences, one_each))
         else:
-            known = self._launches.get((number, copies, sequences))
+            known = self._launches.get((number, copies, sequences, one_each))
         if known is None:
-            group = self._groups[number]
-            launch = plan_launch(group.arena.planned, group.planned, copies, group.arena.buffer.device, sequences)
+            group, forms = self._groups[number], (sequences, one_each)
+            launch = plan_launch(group.arena.planned, group.planned, copies, group.arena.buffer.device, *forms)
             leaf_names = [self._leaves[member][0] for member in group.members]
             table_names = [self._leaves[member][1].table.name or "" for member in group.members]
             slot = ledgers.Slot(
@@ -322,7 +327,7 @@ class EmbeddingCollection(nn.Module):
             known = Known.of(slot)
             # one made inside of a transform is of no use after it
             if not is_transformed():
-                self._launches[(number, copies, sequences)] = known
+                self._launches[(number, copies, sequences, one_each)] = known
         return known
 
     def _start(self) -> None:
@@ -330,7 +335,7 @@ class EmbeddingCollection(nn.Module):
         self._leaves = leaves(self.features)
         self._groups = self._plan()
         self._joinable = joinable(self._leaves, len(self._groups))
-        self.__dict__["_launches"], self.__dict__["_usual"] = {}, None
+        self.__dict__["_launches"], self.__dict__["_usual"] = {}, {}
         self.__dict__["_shelf"] = Shelf()
         self.__dict__["_number"] = ledgers.call_number()
         register(self._number, self)
@@ -352,7 +357,7 @@ class EmbeddingCollection(nn.Module):
             device = self._groups[0].arena.buffer.device
             if "_anchor" not in self.__dict__ or self._anchor.device != device:
                 self.__dict__["_anchor"] = nn.Parameter(torch.zeros(1, device=device))
-            self.__dict__["_usual"] = None
+            self.__dict__["_usual"] = {}
             for known in self._launches.values():
                 if known.launch.features.device != device:
                     known.launch.move(device)

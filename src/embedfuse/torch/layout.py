@@ -66,14 +66,18 @@ class Launch:
 
 def plan_launch(
     tables: Sequence[PlannedTable], planned: Sequence[PlannedFeature], copies: Sequence[int], device: Any,
-    sequences: Sequence[bool] = (),
+    sequences: Sequence[bool] = (), one_each: bool = False,
 ) -> Launch:  # fmt: skip
-    """Descriptors in which feature `f` appears `copies[f]` times in a row; `sequences[f]`: as places of a sequence."""
+    """Descriptors in which feature `f` appears `copies[f]` times in a row; `sequences[f]`: as places of a sequence.
+
+    With `one_each` no bag has more than one id, nor any a weight: a mean is a sum then, and divides by nothing.
+    """
     sequences = sequences or [False] * len(planned)
     formed = [
-        replace(feature, combiner="sum", flags=DROP_NEGATIVE_IDS) if is_sequence else feature
+        replace(feature, combiner="sum", flags=DROP_NEGATIVE_IDS) if is_sequence
+        else replace(feature, combiner="sum") if one_each else feature
         for feature, is_sequence in zip(planned, sequences, strict=True)
-    ]
+    ]  # fmt: skip
     group = plan_group(tables, [f for f, count in zip(formed, copies, strict=True) for _ in range(count)])
     is_cut = any(table.max_norm != math.inf for table in tables)
     has_defaults = any(feature.default_id != NO_DEFAULT for feature in planned)
@@ -222,9 +226,13 @@ def _refuse_weights(name: str, bags: Bags) -> None:
         raise ValueError(f"feature {name!r} is a sequence and takes no weights: scale its output rows instead")
 
 
-def forms_of(parts: Sequence[Part]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """What a launch is planned by: for each feature its copies, and whether they are places of a sequence."""
-    return tuple([part.copies for part in parts]), tuple([part.is_sequence for part in parts])
+def forms_of(parts: Sequence[Part]) -> tuple[tuple[int, ...], tuple[bool, ...], bool]:
+    """What a launch is planned by: for each feature its copies, and whether they are places of a sequence.
+
+    And whether all bags are of one id.
+    """
+    one_each = all(part.offsets is None for part in parts)
+    return tuple([part.copies for part in parts]), tuple([part.is_sequence for part in parts]), one_each
 
 
 def assemble(parts: Sequence[Part]) -> Assembled:
@@ -251,8 +259,10 @@ def assemble(parts: Sequence[Part]) -> Assembled:
     return together, _joined_offsets(rows, together), weights, bags
 
 
-def assemble_plain(values: Sequence[Any]) -> Assembled | None:
+def assemble_plain(values: Sequence[Any]) -> tuple[Assembled | None, bool]:
     """All features of a launch, if each is `Bags` or has one id a bag, and all have one number of bags; else None.
+
+    And whether all bags are of one id.
 
     No feature may have a form of its own, as `max_sequence_length` gives it. There is no `Part` of each, since batches
     come often.
@@ -273,26 +283,26 @@ def assemble_plain(values: Sequence[Any]) -> Assembled | None:
             weights.append(None)
             count = value.shape[0]
         else:
-            return None
+            return None, False
         if count != bags:
             if bags >= 0:
-                return None
+                return None, False
             bags = count
+    given = [row for row in rows if row is not None]
     by_id = _joined_weights(ids, weights)
     join = None
     if ids[0].is_cuda and len(ids) > 1:
         join = getattr(select(ids[0].device, torch.float32), "join_bags", None)
     found = None if join is None else join(ids, rows, bags)
     if found is not None:
-        return *found, by_id, bags
+        return (*found, by_id, bags), not given
     together = _joined_ids(ids)
-    given = [row for row in rows if row is not None]
     if not given:
-        return together, _one_each(together), by_id, bags
+        return (together, _one_each(together), by_id, bags), True
     if len(given) < len(rows):
         single = torch.arange(bags + 1, device=together.device)
         given = [single if row is None else row for row in rows]
-    return together, _joined_offsets(given, together), by_id, bags
+    return (together, _joined_offsets(given, together), by_id, bags), False
 
 
 def as_kernels_want(batch: Assembled, weights_dtype: torch.dtype) -> Assembled:

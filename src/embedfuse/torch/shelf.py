@@ -19,11 +19,13 @@ def register(number: int, collection: Any) -> None:
 
 
 @constant_in_graphs
-def put_on_shelf(collection: int, group: int, copies: tuple[int, ...], sequences: tuple[bool, ...]) -> str:
+def put_on_shelf(
+    collection: int, group: int, copies: tuple[int, ...], sequences: tuple[bool, ...], one_each: bool
+) -> str:
     """The name on its collection's shelf of the launch of features of this form."""
     owner = _living[collection]
-    owner._launch(group, copies, sequences)
-    key = group, copies, sequences
+    owner._launch(group, copies, sequences, one_each)
+    key = group, copies, sequences, one_each
     name = f"launch_{list(owner._launches).index(key)}"
     setattr(owner._shelf, name, owner._launches[key])
     return name

@@ -139,6 +139,8 @@ def _double(
     )  # fmt: skip
     for name, table in collection.tables.items():
         double.tables[name].requires_grad_(table.requires_grad)
+    for number, copies, sequences, _ in list(double._launches):
+        double._launch(number, copies, sequences, True)
     _number_rows_alike(double, collection)
     return double, None if optimizer is None else FusedOptimizer(double)
 
@@ -191,9 +193,12 @@ def _practise(double: EmbeddingCollection, optimizer: FusedOptimizer | None, wan
         select(buffer.device, torch.float32).join_offsets(torch.zeros((2, 2), dtype=torch.int64, device=buffer.device))
     learns = optimizer is not None or double.update == "autograd"
     with _reports_aside(double), torch.set_grad_enabled(learns):
-        for weighted in wanted.weighted if pooled else (False,):
-            for number in sorted(_numbers(double)):
+        for number in sorted(_numbers(double)):
+            for weighted in wanted.weighted if pooled else (False,):
                 _step(double, optimizer, _inputs(double, number, weighted, wanted), wanted)
+            # means of one id each are sums, of which other kernels are made
+            for bags in {-(-number // len(group.members)) for group in double._groups if group.divides}:
+                _step(double, optimizer, _single(double, bags, wanted), wanted)
 
 
 def _numbers(double: EmbeddingCollection) -> set[int]:
@@ -236,6 +241,17 @@ def _inputs(double: EmbeddingCollection, number: int, weighted: bool, wanted: _W
     return [values[member] for member in range(len(double._leaves))]
 
 
+def _single(double: EmbeddingCollection, bags: int, wanted: _Wanted) -> list[Any]:
+    """A batch of so many bags, of one id for features that are no sequences: row 0 once, and ids that do not count."""
+    device = double._groups[0].arena.buffer.device
+    ids = torch.full((bags,), -1, dtype=wanted.ids, device="cpu")
+    ids[:1] = 0
+    return [
+        _bags(double, 1, bags, False, wanted) if leaf.max_sequence_length else ids.to(device)
+        for _, leaf in double._leaves
+    ]
+
+
 def _bags(double: EmbeddingCollection, count: int, bags: int, weighted: bool, wanted: _Wanted) -> Bags:
     ids = torch.full((count,), -1, dtype=wanted.ids, device="cpu")
     ids[:1] = 0
@@ -248,7 +264,7 @@ def _bags(double: EmbeddingCollection, count: int, bags: int, weighted: bool, wa
     return made
 
 
-def _step(double: EmbeddingCollection, optimizer: FusedOptimizer | None, inputs: list[Bags], wanted: _Wanted) -> None:
+def _step(double: EmbeddingCollection, optimizer: FusedOptimizer | None, inputs: list[Any], wanted: _Wanted) -> None:
     outputs = _outputs(double, inputs, wanted.beside)
     trained = [output for output in outputs if output.requires_grad]
     if trained:
@@ -269,7 +285,7 @@ def _step(double: EmbeddingCollection, optimizer: FusedOptimizer | None, inputs:
         scaler.step(optimizer)
 
 
-def _outputs(double: EmbeddingCollection, inputs: list[Bags], beside: tuple[int, int] | None) -> list[Tensor]:
+def _outputs(double: EmbeddingCollection, inputs: list[Any], beside: tuple[int, int] | None) -> list[Tensor]:
     if beside is None:
         # past the hooks of modules
         found: list[Tensor] = double.forward(inputs)
