@@ -1,5 +1,6 @@
 """Features of one id a bag: a mean of one row is that row, so nothing is divided, nor kept to divide gradients by."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +10,16 @@ from plain import Plain
 import embedfuse
 from embedfuse import FeatureConfig, TableConfig
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
-from embedfuse.torch.backends import load
+from embedfuse.torch.backends import load, use_backend
 
 COMBINERS = ("mean", "sqrtn", "sum")
+
+
+@pytest.fixture
+def place(placement: tuple[str, str]) -> Iterator[str]:
+    """A device, with each backend in turn."""
+    with use_backend(placement[0]):  # type: ignore[arg-type]
+        yield placement[1]
 
 
 @pytest.fixture
@@ -47,6 +55,10 @@ def _ids(bags: int, seed: int) -> dict[str, torch.Tensor]:
     return {combiner: torch.randint(-2, 11, (bags,), generator=generator) for combiner in COMBINERS}
 
 
+def _on(place: str, batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: own.to(place) for name, own in batch.items()}
+
+
 def _as_bags(ids: dict[str, torch.Tensor]) -> dict[str, Bags]:
     return {name: Bags(own, torch.arange(len(own) + 1)) for name, own in ids.items()}
 
@@ -58,7 +70,7 @@ def _steps(collection: EmbeddingCollection, batches: list[dict[str, Any]], at_on
     for number, batch in enumerate(batches, 1):
         out = torch.cat([piece.flatten(1) for piece in collection(batch).values()], 1)
         gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float32)
-        out.backward(gradient.to(out.dtype))
+        out.backward(gradient.to(out))
         found.append(out.detach())
         if number % at_once == 0:
             optimizer.step()
@@ -68,13 +80,13 @@ def _steps(collection: EmbeddingCollection, batches: list[dict[str, Any]], at_on
 @pytest.mark.parametrize("given", [
     {}, {"update": "backward"}, {"default_id": 3}, {"max_norm": 0.2}, {"dtype": "bfloat16"}, {"out_of_range": "drop"},
 ])  # fmt: skip
-def test_the_same_as_bags(given: dict[str, Any]) -> None:
+def test_the_same_as_bags(given: dict[str, Any], place: str) -> None:
     batches = [_ids(6, seed) for seed in range(4)]
     if given.get("out_of_range") == "drop":
         batches[1]["mean"][2] = 99
-    rule = embedfuse.Adagrad(0.1)
-    ours = _steps(_collection(optimizer=rule, **given), batches)
-    bags = _steps(_collection(optimizer=rule, **given), [_as_bags(batch) for batch in batches])
+    options = {"optimizer": embedfuse.Adagrad(0.1), "device": place, **given}
+    ours = _steps(_collection(**options), [_on(place, batch) for batch in batches])
+    bags = _steps(_collection(**options), [_on(place, _as_bags(batch)) for batch in batches])
     for found, wanted in zip(ours, bags, strict=True):
         assert torch.equal(found, wanted)
 
@@ -96,7 +108,7 @@ def test_the_same_as_plain_torch(divided: list[bool]) -> None:
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_between_batches_of_bags(update: Any, at_once: int) -> None:
+def test_between_batches_of_bags(update: Any, at_once: int, place: str) -> None:
     if update == "backward" and at_once > 1:
         pytest.skip("it steps after each")
     batches: list[dict[str, Any]] = []
@@ -105,11 +117,11 @@ def test_between_batches_of_bags(update: Any, at_once: int) -> None:
         ids = _ids(5, seed)
         bags = _as_bags(ids)
         longer = {name: Bags(own, torch.tensor([0, 2, 2, 3, 5, 5])) for name, own in ids.items()}
-        batches.append([ids, bags, longer][seed * 2 % 3])
-        plain.append([bags, bags, longer][seed * 2 % 3])
-    rule = embedfuse.Adam(0.1)
-    ours = _steps(_collection(optimizer=rule, update=update), batches, at_once)
-    theirs = _steps(_collection(optimizer=rule, update=update), plain, at_once)
+        batches.append(_on(place, [ids, bags, longer][seed * 2 % 3]))
+        plain.append(_on(place, [bags, bags, longer][seed * 2 % 3]))
+    options = {"optimizer": embedfuse.Adam(0.1), "update": update, "device": place}
+    ours = _steps(_collection(**options), batches, at_once)
+    theirs = _steps(_collection(**options), plain, at_once)
     for found, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 

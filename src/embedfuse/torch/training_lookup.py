@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from . import ops
-from .backends import Csr, Policy
+from .backends import Csr, Policy, select
 from .functions import is_transformed
 from .layout import Assembled, Launch
 from .ledger import Known, Slot, call_number
@@ -75,8 +75,21 @@ class LookupForUpdate(torch.autograd.Function):
             return None, None, None, None, None
         one: Training = ctx.one
         csr = Csr(ids, offsets, weights, one.bags)
-        found = ops.hand_over(one.slot(), csr, scale, grad, one.features, table)
+        found: Tensor | None
+        if table is not None and not _is_asked_for(ctx):
+            found = select(table.device, table.dtype).coefficient_grad(table, one.features, csr, scale, grad)
+        else:
+            found = ops.hand_over(one.slot(), csr, scale, grad, one.features, table)
         return None, found, None, None, None
+
+
+def _is_asked_for(ctx: Any) -> bool:
+    """Whether tables are to get gradients; not in `torch.autograd.grad(loss, weights)`, or `backward(inputs=weights)`.
+
+    The engine knows whether it will come to the anchor.
+    """
+    anchor = ctx.next_functions[0][0]
+    return anchor is None or bool(torch._C._will_engine_execute_node(anchor))
 
 
 # past `Function.apply`, which inspects the signature of `forward` in every call, for 30 µs
