@@ -96,7 +96,7 @@ def test_opcheck(weighted, most):
     ids, offsets, weights, bags = assemble(collection._parts(inputs))
     if weights is not None:
         weights.requires_grad_()
-    number, launch, *_ = collection._launch(0, (1, 1, 1))
+    number, launch, *_ = collection._launch(0, (1, 1, 1), (False,) * 3)
     tables, starts, size = (
         [t.detach().requires_grad_() for t in collection.tables.values()],
         group.arena.starts,

@@ -17,12 +17,16 @@ NAMES = ("a", "b", "c")
 
 
 class Side:
-    """A collection and its optimizer; `long` if every lookup and step is to go the long way."""
+    """A collection and its optimizer; `long` if every lookup and step is to go the long way.
 
-    def __init__(self, update: Any, long: bool) -> None:
-        self.long = long
+    With `types` its tables are of two, so that there is a lookup of each.
+    """
+
+    def __init__(self, update: Any, long: bool, types: bool = False) -> None:
+        self.long, self.types = long, types
         torch.manual_seed(3)
-        tables = [TableConfig(9, dim, name=f"t{dim}") for dim in (4, 3)]
+        kinds = ("float32", "float64" if types else "float32")
+        tables = [TableConfig(9, dim, name=f"t{dim}", dtype=kind) for dim, kind in zip((4, 3), kinds, strict=True)]
         features = {
             "a": FeatureConfig(tables[0]), "b": FeatureConfig(tables[1]), "c": FeatureConfig(tables[0]),
         }  # fmt: skip
@@ -68,7 +72,7 @@ def _look_up(side: Side, given: dict[str, Any]) -> Any:
         out = torch.cat([found[name].flatten(1) for name in NAMES], 1)
         side.out = (out, None) if out.requires_grad else None
         return out.detach(), out.requires_grad
-    if given["form"] == "joined":
+    if given["form"] == "joined" and not side.types:
         inputs: Any = JoinedBags(given["ids"], given["offsets"], weights, names=given["names"])
     else:
         inputs = dict(zip(NAMES, JoinedBags(given["ids"], given["offsets"], weights, names=3).split(), strict=True))
@@ -188,12 +192,13 @@ def _calls(rng: random.Random) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("types", [False, True])
 @pytest.mark.parametrize("update", ["step", "backward", "autograd"])
-def test_anything_may_happen_in_between(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anything_may_happen_in_between(update: str, types: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     repeats = repeat(monkeypatch)
     rng = random.Random(7)
-    for _ in range(90):
-        sides = Side(update, False), Side(update, True)
+    for _ in range(90 if not types else 40):
+        sides = Side(update, False, types), Side(update, True, types)
         done: list[Any] = []
         for call in _calls(rng):
             given = _bags(rng)
@@ -207,12 +212,16 @@ def test_anything_may_happen_in_between(update: str, monkeypatch: pytest.MonkeyP
                 states = [side.optimizer.state_dict()["state"] for side in sides]
                 assert all(_same(states[0][t][s], states[1][t][s]) for t in states[0] for s in states[0][t])
     assert repeats.lookups > (30 if update == "autograd" else 200)
-    assert repeats.steps > 60 or update == "autograd"
+    # steps of one group of tables are repeated
+    assert repeats.steps > 60 or update == "autograd" or (types and update == "step")
 
 
 def test_nests_of_one_batch_size_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     repeats = repeat(monkeypatch)
     collection = Side("step", False).collection
+    parts: list[Any] = []
+    inner = collection._parts
+    monkeypatch.setattr(collection, "_parts", lambda inputs: parts.append(inputs) or inner(inputs))
     bags, ids = Bags(torch.tensor([1, 2, 8]), torch.tensor([0, 1, 3])), torch.tensor([3, 0])
     for values in ((bags, bags, bags), (ids, ids, ids), (bags, ids, bags)):
         inputs = dict(zip(NAMES, values, strict=True))
@@ -221,10 +230,15 @@ def test_nests_of_one_batch_size_go_the_short_way(monkeypatch: pytest.MonkeyPatc
         before = repeats.lookups
         collection(inputs), collection.concatenated(inputs)
         assert repeats.lookups == before + 2
-    # each needs a place of its own
-    collection(dict.fromkeys(NAMES, ids[:, None]))
-    collection({"a": bags, "b": ids[:1], "c": bags})
-    assert repeats.lookups == before + 2
+    assert not parts
+    # what must be looked at feature by feature is looked up as before, too
+    for values in ((ids[:, None],) * 3, (bags, ids[:1], bags), (bags, ids[:, None].expand(2, 3), ids)):
+        inputs = dict(zip(NAMES, values, strict=True))
+        collection(inputs), collection(inputs)
+        before = repeats.lookups
+        collection(inputs), collection(inputs)
+        assert repeats.lookups == before + 2
+    assert len(parts) == 12
 
 
 def test_a_rate_that_counts_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

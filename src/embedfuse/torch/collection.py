@@ -19,6 +19,7 @@ from .initializers import initialize
 from .joined_bags import JoinedBags, assemble_joined, joinable
 from .layout import (
     Assembled,
+    Forms,
     Part,
     as_kernels_want,
     assemble,
@@ -28,6 +29,7 @@ from .layout import (
     plan_launch,
     planned_feature,
     planned_table,
+    shaped,
     without_fillers,
 )
 from .ledger import Known
@@ -86,8 +88,9 @@ class EmbeddingCollection(nn.Module):
 
     # follow the tables when they move; copies get their own
     _anchor: Tensor
+    # by group and forms
     _launches: dict[tuple[int, tuple[int, ...], tuple[bool, ...], bool], Known]
-    _usual: dict[bool, UsualLookup | None]  # of bags of one id each, and of others
+    _usual: dict[tuple[int, tuple[int, ...], tuple[bool, ...], bool], UsualLookup | None]
     _ledger: ledgers.Ledger
     _shelf: Shelf
     _number: int
@@ -154,8 +157,8 @@ class EmbeddingCollection(nn.Module):
             return rebuild(self.features, iter([out] if len(widths) == 1 else out.split(widths, 1)))
         parts = self._parts(inputs)
         pieces = [
-            self._shaped(member, part, piece)
-            for member, (part, piece) in enumerate(zip(parts, self._pieces(parts), strict=True))
+            shaped(part, piece, config.table.dim)
+            for (_, config), part, piece in zip(self._leaves, parts, self._pieces(parts), strict=True)
         ]
         return rebuild(self.features, iter(pieces))
 
@@ -191,37 +194,35 @@ class EmbeddingCollection(nn.Module):
         values = flatten(self.features, inputs)
         return [part_of(name, config, value) for (name, config), value in zip(self._leaves, values, strict=True)]
 
-    def _shaped(self, member: int, part: Part, piece: Tensor) -> Tensor:
-        dim = self._leaves[member][1].table.dim
-        if part.copies == 1 and part.shape == (piece.shape[0],):
-            return piece
-        return piece[: part.bags].reshape(*part.shape, dim)
-
     def _lookup(self, number: int, parts: Sequence[Part], policy: Policy | None = None) -> Tensor:
-        own = self._settled(number)
-        return self._look_up(number, own, assemble(parts), self._launch(number, *forms_of(parts)), policy, parts)
+        return self._look_up(number, assemble(parts), forms_of(parts), policy, parts)
 
     def _lookup_whole(self, inputs: Any) -> Tensor | None:
         """Of `JoinedBags`, or of a nest of features that are as easily joined; None if others are among them."""
-        joinable, compiling, one_each = self._joinable, torch.compiler.is_compiling(), False
+        joinable, count, one_each = self._joinable, len(self._leaves), False
         batch: Assembled | None
         if isinstance(inputs, JoinedBags):
             batch = assemble_joined(inputs, joinable)
-        elif joinable.reason is None and not compiling and not is_watched() and not is_transformed():
+        elif joinable.reason is None and not is_watched() and not is_transformed():
             batch, one_each = assemble_plain(flatten(self.features, inputs))
         else:
             return None
-        if batch is None:
-            return None
-        usual = None if compiling else self._usual.get(one_each)
-        found = None if usual is None else usual.again(batch, self.out_of_range, self.update)
+        return None if batch is None else self._look_up(0, batch, ((1,) * count, (False,) * count, one_each))
+
+    def _look_up(
+        self, number: int, batch: Assembled, forms: Forms, policy: Policy | None = None, parts: Sequence[Part] = ()
+    ) -> Tensor:
+        """As the last lookup of these forms was made, if all is as it was then."""
+        policy = self.out_of_range if policy is None else policy
+        compiling, key = torch.compiler.is_compiling(), (number, *forms)
+        usual = None if compiling else self._usual.get(key)
+        found = None if usual is None else usual.again(batch, policy, self.update)
         if found is not None:
             return found
-        own, arena = self._settled(0), self._groups[0].arena
-        known = self._launch(0, (1,) * len(self._leaves), None, one_each)
-        out = self._look_up(0, own, batch, known)
-        if own and not is_watched(*batch[:3]) and not is_transformed():
-            self._usual[one_each] = UsualLookup.of(arena, known, self._anchor)
+        own, known = self._settled(number), self._launch(*key)
+        out = self._look_up_anew(number, own, batch, known, policy, parts)
+        if own and not compiling and not is_watched(*batch[:3]) and not is_transformed():
+            self._usual[key] = UsualLookup.of(self._groups[number].arena, known, self._anchor)
         return out
 
     def _settled(self, number: int) -> bool:
@@ -234,10 +235,9 @@ class EmbeddingCollection(nn.Module):
             self._link()
         return True
 
-    def _look_up(
-        self, number: int, own: bool, batch: Assembled, known: Known, policy: Policy | None = None,
-        parts: Sequence[Part] = (),
-    ) -> Tensor:  # fmt: skip
+    def _look_up_anew(
+        self, number: int, own: bool, batch: Assembled, known: Known, policy: Policy, parts: Sequence[Part]
+    ) -> Tensor:
         arena = self._groups[number].arena
         buffer = arena.buffer
         ids, offsets, weights, bags = batch = as_kernels_want(batch, accumulation_dtype(buffer.dtype))
@@ -249,7 +249,6 @@ class EmbeddingCollection(nn.Module):
         # an exported program outlives the collection
         exporting = torch.compiler.is_compiling() and is_exporting()
         slot_number = 0 if exporting else known.number
-        policy = self.out_of_range if policy is None else policy
         if launch.has_defaults:
             ids, offsets, weights = prepared(launch.features, ids, offsets, weights, bags, policy, slot_number)
             policy = "drop"
@@ -301,9 +300,9 @@ class EmbeddingCollection(nn.Module):
         return groups
 
     def _launch(
-        self, number: int, copies: tuple[int, ...], sequences: tuple[bool, ...] | None = None, one_each: bool = False
+        self, number: int, copies: tuple[int, ...], sequences: tuple[bool, ...], one_each: bool = False
     ) -> Known:
-        sequences, one_each = sequences or (False,) * len(copies), one_each and self._groups[number].divides
+        one_each = one_each and self._groups[number].divides
         if torch.compiler.is_dynamo_compiling():
             # imported here, since it takes a second and only a compiler needs it
             from torch.fx.experimental.symbolic_shapes import guard_scalar

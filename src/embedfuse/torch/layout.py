@@ -42,6 +42,10 @@ Assembled = tuple[Tensor, Tensor, Tensor | None, int]
 """All features of a launch: `ids [N]`, `offsets [F * B + 1]`, `weights [N]` or None, and B."""
 
 
+Forms = tuple[tuple[int, ...], tuple[bool, ...], bool]
+"""For each feature its copies, and whether they are places of a sequence; and whether all bags are of one id."""
+
+
 @dataclass(eq=False)
 class Launch:
     """The descriptors of one group for given forms of its features, on the device."""
@@ -226,11 +230,8 @@ def _refuse_weights(name: str, bags: Bags) -> None:
         raise ValueError(f"feature {name!r} is a sequence and takes no weights: scale its output rows instead")
 
 
-def forms_of(parts: Sequence[Part]) -> tuple[tuple[int, ...], tuple[bool, ...], bool]:
-    """What a launch is planned by: for each feature its copies, and whether they are places of a sequence.
-
-    And whether all bags are of one id.
-    """
+def forms_of(parts: Sequence[Part]) -> Forms:
+    """What a launch is planned by."""
     one_each = all(part.offsets is None for part in parts)
     return tuple([part.copies for part in parts]), tuple([part.is_sequence for part in parts]), one_each
 
@@ -345,6 +346,13 @@ def _joined_offsets(rows: list[Tensor], ids: Tensor) -> Tensor:
     if is_watched(ids, stacked):
         return join_offsets(stacked)
     return select(ids.device, torch.float32).join_offsets(stacked)
+
+
+def shaped(part: Part, piece: Tensor, dim: int) -> Tensor:
+    """The columns of a feature as its output."""
+    if part.copies == 1 and part.shape == (piece.shape[0],):
+        return piece
+    return piece[: part.bags].reshape(*part.shape, dim)
 
 
 def without_fillers(rows: Tensor, offsets: Tensor, parts: Sequence[Part], bags: int) -> Tensor:

@@ -98,7 +98,7 @@ def _of_collection(
     if not collection._groups[0].arena.is_whole():
         collection._link()
         table = collection.tables[config.table.name or ""]
-    slot = ledgers.find(collection._launch(0, (1,))[0])
+    slot = ledgers.find(collection._launch(0, (1,), (False,))[0])
     assert slot is not None
     slot.ledger.check()
     return table, IntoLedger(slot)
