@@ -1,4 +1,4 @@
-"""A lookup of one row a bag like the ones before, of which the host asks as little as can be.
+"""A lookup like the ones before, of which the host asks as little as can be.
 
 A small batch takes the host longer than the device, and most of that time are questions whose answers never change, all
 the more straight after other work, when nothing of them is in the CPU's caches. So a collection keeps what a lookup on
