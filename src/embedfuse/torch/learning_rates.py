@@ -9,10 +9,14 @@ from .state import ordinary_tensors
 
 
 class LearningRates:
-    """Of the groups of a `FusedOptimizer`, one for each of its optimizers."""
+    """Of the groups of a `FusedOptimizer`, one for each of its optimizers.
+
+    Attributes:
+        functions: the optimizers whose rate is a function, with their numbers.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer], groups: Sequence[dict[str, Any]]) -> None:
-        self._functions = [(number, one) for number, one in enumerate(optimizers) if callable(one.learning_rate)]
+        self.functions = [(number, one) for number, one in enumerate(optimizers) if callable(one.learning_rate)]
         self._warned = False
         self.accept(groups)
 
@@ -22,7 +26,7 @@ class LearningRates:
 
     def now(self, groups: Sequence[dict[str, Any]]) -> list[float]:
         """The rates of a step, those of functions written to `"lr"`; warns once if somebody else had written there."""
-        for number, optimizer in self._functions:
+        for number, optimizer in self.functions:
             group = groups[number]
             if not self._warned and group["lr"] != self._written[number]:
                 self._warned = True

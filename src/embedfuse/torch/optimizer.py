@@ -4,7 +4,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,10 @@ from .saved_settings import settings_in
 from .state import GroupState, ordinary_tensors
 from .step_hooks import with_hooks
 from .stepped_tables import collections_of, names_of, optimizer_of, seed_of
-from .usual_step import UsualStep
+from .update import Work
+from .usual_step import UsualStep, Waiting, step_again, usual_steps
 
 _GRAD = operator.attrgetter("grad")
-
-
-class _Work(NamedTuple):
-    """A step of one group, checked and ready."""
-
-    state: GroupState
-    records: list[Record]
-    learns: tuple[bool, ...]
-    rates: list[float]
-    hyper: list[tuple[float, ...]] | None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -132,20 +123,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        record, rates = self._only_record(), None
-        usual = None if record is None else self._usual.get(self._states[0][0])
-        if record is not None and usual is not None and usual.fits(record):
-            self._check([record])
+        alone, rates = self._alone(), None
+        usual = usual_steps(self._usual, alone)
+        if usual is not None:
+            self._check([record for _, record in alone])
             rates = self._rates.now(self.param_groups)
             # a rate may be a function, which may do anything
-            if self._only_record() is record and usual.again(record, rates):
+            if self._rates.functions and self._alone() != alone:
+                alone = []
+            elif not (alone := step_again(usual, alone, rates)):
                 self._drop()
                 return loss
+            else:
+                self._keep(alone)
         with ordinary_tensors():
-            self._step(record, rates)
+            self._step(alone, rates)
         return loss
 
-    def _step(self, record: Record | None, rates: list[float] | None) -> None:
+    def _step(self, alone: Waiting, rates: list[float] | None) -> None:
         self._settle()
         waiting = self._waiting()
         self._check(waiting)
@@ -156,27 +151,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         # up to here nothing has changed, should anything have been refused
         for work in every:
             if work is not None:
-                _run(work, grad_scale, skip)
-        if record is not None and every and every[0] is not None:
-            self._usual[every[0].state] = UsualStep.of(every[0].state, record, rates)
+                update.run(work, grad_scale, skip)
+        stepped = {work.state for work in every if work is not None}
+        for state, record in alone:
+            if state in stepped:
+                self._usual[state] = UsualStep.of(state, record, rates)
         self._drop()
 
-    def _only_record(self) -> Record | None:
-        """What waits, if it is one lookup of the only tables that there are, and nothing scales its gradient."""
-        if len(self._states) != 1 or len(self._states[0]) != 1 or self._pending.marker is not None:
-            return None
-        records, mine = self._collections[0]._ledger.records, self.__dict__
-        if len(records) != 1 or mine.get("grad_scale") is not None or mine.get("found_inf") is not None:
-            return None
-        return records[0]
+    def _alone(self) -> Waiting:
+        """What waits, if it is one lookup of each of some groups, and nothing scales their gradients; else nothing."""
+        mine = self.__dict__
+        if self._pending.marker is not None or mine.get("grad_scale") is not None or mine.get("found_inf") is not None:
+            return []
+        found: Waiting = []
+        for number, collection in enumerate(self._collections):
+            records = collection._ledger.records
+            if len(records) > 1 and len({record.group for record in records}) < len(records):
+                return []
+            for record in records:
+                found.append((self._states[number][record.group], record))
+        return found
 
-    def _work(self, number: int, group: int, records: list[Record], rates: list[float]) -> _Work | None:
+    def _work(self, number: int, group: int, records: list[Record], rates: list[float]) -> Work | None:
         learns = learning(records)
         if not any(learns):
             return None
         state = self._states[number][group]
         mine = rates * len(state.optimizers) if len(rates) == 1 else [rates[n] for n in self._rates_of[number][group]]
-        return _Work(state, update.ready(records, state.arena.buffer, learns), learns, mine, state.hyper_of(mine))
+        return Work(state, update.ready(records, state.arena.buffer, learns), learns, mine, state.hyper_of(mine))
 
     def _on_backward(self, number: int) -> Callable[[Record], None]:
         # the optimizer lives as long as the tables: nobody else can give them their gradient
@@ -185,13 +187,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 usual, rates = self._usual.get(self._states[number][record.group]), None
                 if usual is not None and usual.fits(record):
                     rates = self._rates.now(self.param_groups)
-                    if usual.again(record, rates):
+                    if usual.keeps(rates) and usual.again(record):
                         return
                 self._settle()
                 rates = self._rates.now(self.param_groups) if rates is None else rates
                 work = self._work(number, record.group, [record], rates)
                 if work is not None:
-                    _run(work, None, None)
+                    update.run(work, None, None)
                     self._usual[work.state] = UsualStep.of(work.state, record, rates)
 
         return apply
@@ -246,6 +248,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients that wait for `step()`."""
         self._drop()
+
+    def _keep(self, waiting: Waiting) -> None:
+        """Drops all others."""
+        for collection in self._collections:
+            ledger = collection._ledger
+            ledger.records = [record for record in ledger.records if any(record is own for _, own in waiting)]
 
     def _drop(self) -> None:
         for collection in self._collections:
@@ -390,11 +398,3 @@ class FusedOptimizer(torch.optim.Optimizer):
             "a FusedOptimizer cannot be pickled, as its state belongs to tables elsewhere: save its `state_dict()`, or "
             "use embedfuse.torch.save"
         )
-
-
-def _run(work: _Work, grad_scale: Tensor | None, skip: Tensor | None) -> None:
-    grad_scale = None if grad_scale is None else grad_scale.to(work.state.slots.device)
-    skip = None if skip is None else skip.to(work.state.slots.device)
-    if work.hyper is not None:
-        work.state.set_hyper(work.rates, work.hyper)
-    update.step(work.state, work.records, work.learns, grad_scale, skip)

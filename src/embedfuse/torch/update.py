@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,25 @@ from .zero_pages import zero_pages
 
 Joined = tuple[Tensor, Csr, Tensor, Tensor]
 """`features`, `csr`, `scale`, `grad` as the backends take them."""
+
+
+class Work(NamedTuple):
+    """A step of one group, checked and ready."""
+
+    state: GroupState
+    records: list[Record]
+    learns: tuple[bool, ...]
+    rates: list[float]
+    hyper: list[tuple[float, ...]] | None
+
+
+def run(work: Work, grad_scale: Tensor | None, skip: Tensor | None) -> None:
+    """Makes the step; the two scalars may be elsewhere than the tables."""
+    grad_scale = None if grad_scale is None else grad_scale.to(work.state.slots.device)
+    skip = None if skip is None else skip.to(work.state.slots.device)
+    if work.hyper is not None:
+        work.state.set_hyper(work.rates, work.hyper)
+    step(work.state, work.records, work.learns, grad_scale, skip)
 
 
 def ready(records: Sequence[Record], buffer: Tensor, learns: Sequence[bool]) -> list[Record]:

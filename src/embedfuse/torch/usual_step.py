@@ -1,11 +1,14 @@
 """An optimizer step like the ones before, of which the host asks as little as can be; see `usual_lookup.py`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .backends import Update, chosen, select
 from .ledger import Record
 from .state import GroupState
+
+Waiting = list[tuple[GroupState, Record]]
+"""Lookups that wait for a step, with the state of their tables."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -58,13 +61,34 @@ class UsualStep:
             and chosen() == self.backend and arena.state() != 0
         )  # fmt: skip
 
-    def again(self, record: Record, rates: list[float]) -> bool:
-        """Steps, and says so; False, and nothing is done, if rates or the batch's launches differ. It must fit."""
+    def keeps(self, rates: list[float]) -> bool:
+        """Whether the learning rates are as before."""
+        return self.state.learning_rates is self.of_tables and rates == self.rates
+
+    def again(self, record: Record) -> bool:
+        """Steps, and says so; False, and nothing is done, if the batch's launches differ. All else must be kept."""
         state, update = self.state, self.update
         assert update is not None
-        if state.learning_rates is not self.of_tables or rates != self.rates:
-            return False
         if not self.repeat(update, record.csr, record.scale, record.grad):
             return False
         state.arena.written()
         return True
+
+
+def usual_steps(known: Mapping[GroupState, UsualStep | None], waiting: Waiting) -> Sequence[UsualStep] | None:
+    """Those of all that waits, if each fits; else None."""
+    found = []
+    for state, record in waiting:
+        one = known.get(state)
+        if one is None or not one.fits(record):
+            return None
+        found.append(one)
+    return found or None
+
+
+def step_again(usual: Sequence[UsualStep], waiting: Waiting, rates: list[float]) -> Waiting:
+    """Makes the steps that are as before; returns the others, of which nothing is done."""
+    for one in usual:
+        if not one.keeps(rates):
+            return waiting
+    return [pair for one, pair in zip(usual, waiting, strict=True) if not one.again(pair[1])]
