@@ -8,6 +8,11 @@ from ..optim import Optimizer
 from .state import ordinary_tensors
 
 
+def rates_of_tables(rates: list[float], groups: Sequence[int]) -> list[float]:
+    """The rate of each table, given its group."""
+    return rates * len(groups) if len(rates) == 1 else [rates[group] for group in groups]
+
+
 class LearningRates:
     """Of the groups of a `FusedOptimizer`, one for each of its optimizers.
 

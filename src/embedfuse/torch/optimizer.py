@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..optim import Optimizer, resolve
 from . import update
 from .initializers import tensor_of
-from .learning_rates import LearningRates
+from .learning_rates import LearningRates, rates_of_tables
 from .ledger import Record, learning
 from .pending import PendingGradient
 from .saved_settings import settings_in
@@ -79,10 +79,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         ]
         self._group_of = {key: self._optimizers.index(optimizer) for key, optimizer in chosen.items()}
         # for each table of each state, its entry in `param_groups`
-        self._rates_of = [
-            [[self._group_of[number, name] for name in state.arena.names] for state in states]
+        self._groups = {
+            state: [self._group_of[number, name] for name in state.arena.names]
             for number, states in enumerate(self._states)
-        ]
+            for state in states
+        }
         self._pending = PendingGradient.of(self._waiting, self._drop)
         self._usual: dict[GroupState, UsualStep | None] = {}
         self._seen: list[nn.Parameter] = []
@@ -126,16 +127,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         alone, rates = self._alone(), None
         usual = usual_steps(self._usual, alone)
         if usual is not None:
-            self._check([record for _, record in alone])
+            self._check([record for _, record, _ in alone])
             rates = self._rates.now(self.param_groups)
-            # a rate may be a function, which may do anything
-            if self._rates.functions and self._alone() != alone:
-                alone = []
-            elif not (alone := step_again(usual, alone, rates)):
-                self._drop()
-                return loss
-            else:
-                self._keep(alone)
+            if self._rates.functions:
+                # which may have done anything
+                alone = self._alone()
+                usual = usual_steps(self._usual, alone)
+            if usual is not None:
+                alone = step_again(usual, alone, rates)
+                if not alone:
+                    self._drop()
+                    return loss
         with ordinary_tensors():
             self._step(alone, rates)
         return loss
@@ -153,9 +155,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             if work is not None:
                 update.run(work, grad_scale, skip)
         stepped = {work.state for work in every if work is not None}
-        for state, record in alone:
+        for state, record, _ in alone:
             if state in stepped:
-                self._usual[state] = UsualStep.of(state, record, rates)
+                self._usual[state] = UsualStep.of(state, record, rates, self._groups[state])
         self._drop()
 
     def _alone(self) -> Waiting:
@@ -169,7 +171,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if len(records) > 1 and len({record.group for record in records}) < len(records):
                 return []
             for record in records:
-                found.append((self._states[number][record.group], record))
+                found.append((self._states[number][record.group], record, collection._ledger))
         return found
 
     def _work(self, number: int, group: int, records: list[Record], rates: list[float]) -> Work | None:
@@ -177,24 +179,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not any(learns):
             return None
         state = self._states[number][group]
-        mine = rates * len(state.optimizers) if len(rates) == 1 else [rates[n] for n in self._rates_of[number][group]]
+        mine = rates_of_tables(rates, self._groups[state])
         return Work(state, update.ready(records, state.arena.buffer, learns), learns, mine, state.hyper_of(mine))
 
     def _on_backward(self, number: int) -> Callable[[Record], None]:
         # the optimizer lives as long as the tables: nobody else can give them their gradient
         def apply(record: Record) -> None:
             with ordinary_tensors():
-                usual, rates = self._usual.get(self._states[number][record.group]), None
+                state, rates = self._states[number][record.group], None
+                usual = self._usual.get(state)
                 if usual is not None and usual.fits(record):
                     rates = self._rates.now(self.param_groups)
-                    if usual.keeps(rates) and usual.again(record):
+                    # a rate may be a function, which may do anything
+                    if usual.fits(record) and usual.again(record, usual.change_of(rates), rates):
                         return
                 self._settle()
                 rates = self._rates.now(self.param_groups) if rates is None else rates
                 work = self._work(number, record.group, [record], rates)
                 if work is not None:
                     update.run(work, None, None)
-                    self._usual[work.state] = UsualStep.of(work.state, record, rates)
+                    self._usual[work.state] = UsualStep.of(state, record, rates, self._groups[state])
 
         return apply
 
@@ -248,12 +252,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients that wait for `step()`."""
         self._drop()
-
-    def _keep(self, waiting: Waiting) -> None:
-        """Drops all others."""
-        for collection in self._collections:
-            ledger = collection._ledger
-            ledger.records = [record for record in ledger.records if any(record is own for _, own in waiting)]
 
     def _drop(self) -> None:
         for collection in self._collections:

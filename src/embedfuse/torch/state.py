@@ -59,6 +59,8 @@ class GroupState:
 
     def __init__(self, arena: Arena, optimizers: Sequence[Optimizer], seeds: Sequence[int]) -> None:
         self.arena, self.optimizers, self._seeds = arena, list(optimizers), list(seeds)
+        self._distinct = list(dict.fromkeys(optimizers))
+        self._kinds = [self._distinct.index(optimizer) for optimizer in optimizers]
         self.at_random = any(seeds)
         self.modes = [_mode(optimizer) for optimizer in optimizers]
         self.rules = list(dict.fromkeys(optimizer.kernel_class() for optimizer in optimizers))
@@ -124,22 +126,24 @@ class GroupState:
         self._masks, self._by_mode = {}, {}
         return True
 
-    def hyper_of(self, learning_rates: list[float]) -> list[tuple[float, ...]] | None:
-        """Rows of hyper-parameters for these learning rates, one for each table; None if they are there already.
+    def hyper_of(self, learning_rates: list[float]) -> np.ndarray | None:
+        """Hyper-parameters `[T, HYPER_WIDTH]` for these learning rates of the tables; None if they are there already.
 
         Raises:
             ValueError: a learning rate that cannot be.
         """
         if self.learning_rates == learning_rates:
             return None
-        return [
-            (*optimizer.hyper(rate)[:ROUNDING_SEED], float(seed))
-            for optimizer, rate, seed in zip(self.optimizers, learning_rates, self._seeds, strict=True)
-        ]
+        # many tables have few optimizers
+        pairs = list(zip(self._kinds, learning_rates, strict=True))
+        place = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        rows = np.array([self._distinct[kind].hyper(rate) for kind, rate in place])[[place[pair] for pair in pairs]]
+        rows[:, ROUNDING_SEED] = self._seeds
+        return rows
 
-    def set_hyper(self, learning_rates: list[float], rows: list[tuple[float, ...]]) -> None:
+    def set_hyper(self, learning_rates: list[float], rows: np.ndarray) -> None:
         """Brings hyper-parameters up to date with what `hyper_of` gave for these learning rates."""
-        fresh = torch.tensor(rows, dtype=torch.float64, device="cpu")
+        fresh = torch.from_numpy(rows)
         if self.slots.is_cuda:
             # page-locked, so that the copy does not wait for the device
             fresh = fresh.pin_memory()

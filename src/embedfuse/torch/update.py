@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class Work(NamedTuple):
     records: list[Record]
     learns: tuple[bool, ...]
     rates: list[float]
-    hyper: list[tuple[float, ...]] | None
+    hyper: np.ndarray | None
 
 
 def run(work: Work, grad_scale: Tensor | None, skip: Tensor | None) -> None:

@@ -3,12 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .backends import Update, chosen, select
-from .ledger import Record
-from .state import GroupState
+import numpy as np
 
-Waiting = list[tuple[GroupState, Record]]
-"""Lookups that wait for a step, with the state of their tables."""
+from .backends import Update, chosen, select
+from .learning_rates import rates_of_tables
+from .ledger import Ledger, Record
+from .state import GroupState, ordinary_tensors
+
+Waiting = list[tuple[GroupState, Record, Ledger]]
+"""Lookups that wait for a step: the state of their tables, and the ledger that has them."""
+Change = tuple[list[float], np.ndarray]
+"""Learning rates of tables, and the numbers of their optimizers that go with them."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -17,6 +22,7 @@ class UsualStep:
 
     Attributes:
         state: of the group.
+        groups: for each table the number of its learning rate.
         rates: the optimizer's learning rates.
         of_tables: those of the tables, in a list that the state has as long as they are so.
         learns: for each table, whether it does.
@@ -27,6 +33,7 @@ class UsualStep:
     """
 
     state: GroupState
+    groups: Sequence[int]
     rates: list[float]
     of_tables: list[float]
     learns: tuple[bool, ...]
@@ -36,14 +43,14 @@ class UsualStep:
     repeat: Callable[..., bool]
 
     @classmethod
-    def of(cls, state: GroupState, record: Record, rates: list[float]) -> "UsualStep | None":
+    def of(cls, state: GroupState, record: Record, rates: list[float], groups: Sequence[int]) -> "UsualStep | None":
         """After such a step; None where a backend's own time is what counts, or tables step in several ways."""
         update, buffer = state.latest, state.arena.buffer
         repeat = getattr(select(buffer.device, buffer.dtype), "row_update_again", None)
         if update is None or repeat is None or state.by_mode(record.learns).keys() != {"rows"}:
             return None
         changes = state.arena._tables._changes
-        made = cls(state, rates, state.learning_rates, record.learns, chosen(), changes, update, repeat)
+        made = cls(state, groups, rates, state.learning_rates, record.learns, chosen(), changes, update, repeat)
         state.arena.followers.add(made)
         return made
 
@@ -61,14 +68,27 @@ class UsualStep:
             and chosen() == self.backend and arena.state() != 0
         )  # fmt: skip
 
-    def keeps(self, rates: list[float]) -> bool:
-        """Whether the learning rates are as before."""
-        return self.state.learning_rates is self.of_tables and rates == self.rates
+    def change_of(self, rates: list[float]) -> Change | None:
+        """What must be written for these learning rates; None if they are as before.
 
-    def again(self, record: Record) -> bool:
-        """Steps, and says so; False, and nothing is done, if the batch's launches differ. All else must be kept."""
+        Raises:
+            ValueError: a learning rate that cannot be.
+        """
+        state = self.state
+        if state.learning_rates is self.of_tables and rates == self.rates:
+            return None
+        of_tables = rates_of_tables(rates, self.groups)
+        rows = state.hyper_of(of_tables)
+        return None if rows is None else (of_tables, rows)
+
+    def again(self, record: Record, change: Change | None, rates: list[float]) -> bool:
+        """Steps, and says so; False if the batch's launches differ. It must fit, and the change be the rates'."""
         state, update = self.state, self.update
         assert update is not None
+        if change is not None:
+            with ordinary_tensors():
+                state.set_hyper(*change)
+            self.rates, self.of_tables = rates, state.learning_rates
         if not self.repeat(update, record.csr, record.scale, record.grad):
             return False
         state.arena.written()
@@ -78,7 +98,7 @@ class UsualStep:
 def usual_steps(known: Mapping[GroupState, UsualStep | None], waiting: Waiting) -> Sequence[UsualStep] | None:
     """Those of all that waits, if each fits; else None."""
     found = []
-    for state, record in waiting:
+    for state, record, _ in waiting:
         one = known.get(state)
         if one is None or not one.fits(record):
             return None
@@ -87,8 +107,17 @@ def usual_steps(known: Mapping[GroupState, UsualStep | None], waiting: Waiting) 
 
 
 def step_again(usual: Sequence[UsualStep], waiting: Waiting, rates: list[float]) -> Waiting:
-    """Makes the steps that are as before; returns the others, of which nothing is done."""
-    for one in usual:
-        if not one.keeps(rates):
-            return waiting
-    return [pair for one, pair in zip(usual, waiting, strict=True) if not one.again(pair[1])]
+    """Makes the steps that are as before, and takes them out of their ledgers; returns the others.
+
+    Raises:
+        ValueError: a learning rate that cannot be; nothing is changed.
+    """
+    changes = [one.change_of(rates) for one in usual]
+    left: Waiting = []
+    for one, change, entry in zip(usual, changes, waiting, strict=True):
+        _, record, ledger = entry
+        if one.again(record, change, rates):
+            ledger.records.remove(record)
+        else:
+            left.append(entry)
+    return left
