@@ -121,16 +121,17 @@ def train(model, optimizer, inputs, *, clipping=False, scaler=False, beside=None
 
 
 def launches_of_training(
-    model, optimizer, sizes=SIZES, means=(1.5, 8.0), run=False, ids=torch.int64, weights=(False, True), **how
-):
+    model, optimizer, sizes=SIZES, means=(1.5, 8.0), run=False, ids=torch.int64, weights=(False, True),
+    singles=(False, True), **how
+):  # fmt: skip
     with recorded(run) as real:
-        for total, weighted, mean in itertools.product(sizes, weights, means):
+        for total, weighted, mean in itertools.product(sizes, weights if False in singles else (), means):
             for learned in (False, True)[: 1 + weighted]:
                 train(model, optimizer, batch(model, total, weighted, learned, ids, mean), **how)
-        for total in sizes:
+        for total in sizes if True in singles else ():
             train(model, optimizer, single(model, total, ids), **how)
         with torch.no_grad():
-            model(batch(model, sizes[0], ids=ids))
+            model(batch(model, sizes[0], ids=ids) if False in singles else single(model, sizes[0], ids))
     return set(real)
 
 
@@ -156,6 +157,9 @@ CASES = {
     "scaler": ({"optimizer": ADAGRAD, "dtypes": ("float16",)}, {"grad_scaler": True}, {"scaler": True}),
     "both": ({"optimizer": ADAGRAD}, {"clipping": True, "grad_scaler": True}, {"clipping": True, "scaler": True}),
     "beside": ({"optimizer": ADAGRAD}, {"beside": (13, 2)}, {"beside": (13, 2)}),
+    "single": ({"optimizer": ADAGRAD, "dtypes": ("float32", "bfloat16")}, {"single": True}, {"singles": (True,)}),
+    "single sums": ({"optimizer": ADAGRAD, "combiners": ("sum",)}, {"single": True}, {"singles": (True,)}),
+    "bags": ({"optimizer": ADAGRAD}, {"single": False}, {"singles": (False,)}),
     "unweighted": ({"optimizer": ADAGRAD}, {"weights": False}, {"weights": (False,)}),
 }  # fmt: skip
 

@@ -43,7 +43,8 @@ class Warmup(NamedTuple):
 class _Wanted(NamedTuple):
     """What batches and steps will be like; see `warmup`."""
 
-    weighted: tuple[bool, ...]
+    weighted: tuple[bool, ...]  # none where all batches are single
+    single: bool
     weights_grad: bool
     ids: torch.dtype
     clipping: bool
@@ -53,8 +54,8 @@ class _Wanted(NamedTuple):
 
 def warmup(
     model: nn.Module, optimizer: FusedOptimizer | None = None, *, weights: bool | None = None,
-    weights_grad: bool | None = None, ids: torch.dtype = torch.int64, clipping: bool = False,
-    grad_scaler: bool = False, beside: tuple[int, int] | None = None,
+    weights_grad: bool | None = None, single: bool | None = None, ids: torch.dtype = torch.int64,
+    clipping: bool = False, grad_scaler: bool = False, beside: tuple[int, int] | None = None,
 ) -> Warmup:  # fmt: skip
     """Compiles every GPU kernel that the collections of a model and their optimizers will need.
 
@@ -68,6 +69,8 @@ def warmup(
             the kernels of lookups are compiled (unless `update="autograd"`, which needs none).
         weights: whether batches have weights; None prepares for both.
         weights_grad: whether weights want gradients; None prepares for it.
+        single: whether batches are tensors of ids, `[B]` or `[B, L]`, for all features, so that each bag has one id,
+            and a mean of it is a sum; None prepares for both.
         ids: their type, torch.int64 or torch.int32.
         clipping: whether `optimizer.clip_grad_norm_` is called before each step.
         grad_scaler: whether a `torch.amp.GradScaler` makes the steps.
@@ -87,8 +90,9 @@ def warmup(
     if not collections:
         raise ValueError("`model` must contain at least one EmbeddingCollection, got none")
     wanted = _Wanted(
-        (False, True) if weights is None else (weights,), weights_grad is not False, ids, clipping, grad_scaler, beside
-    )
+        () if single else (False, True) if weights is None else (weights,), single is not False,
+        weights_grad is not False, ids, clipping, grad_scaler, beside,
+    )  # fmt: skip
     steppers = {collection: _stepper(collection, optimizer) for collection in collections}
     start = time.perf_counter()
     served = [collection for collection in collections if _is_compiled(collection)]
@@ -188,17 +192,18 @@ def _practise(double: EmbeddingCollection, optimizer: FusedOptimizer | None, wan
     """Steps of the double whose sizes lie on all sides of every limit that the host knows."""
     pooled = any(not leaf.max_sequence_length for _, leaf in double._leaves)
     buffer = double._groups[0].arena.buffer
-    if len(double._leaves) > 1:
+    if len(double._leaves) > 1 and wanted.weighted:
         # in steps only of some forms of features
         select(buffer.device, torch.float32).join_offsets(torch.zeros((2, 2), dtype=torch.int64, device=buffer.device))
     learns = optimizer is not None or double.update == "autograd"
     with _reports_aside(double), torch.set_grad_enabled(learns):
         for number in sorted(_numbers(double)):
-            for weighted in wanted.weighted if pooled else (False,):
+            for weighted in wanted.weighted if pooled else wanted.weighted[:1]:
                 _step(double, optimizer, _inputs(double, number, weighted, wanted), wanted)
             # means of one id each are sums, of which other kernels are made
-            for bags in {-(-number // len(group.members)) for group in double._groups if group.divides}:
-                _step(double, optimizer, _single(double, bags, wanted), wanted)
+            if wanted.single and (not wanted.weighted or any(group.divides for group in double._groups)):
+                for bags in {-(-number // len(group.members)) for group in double._groups}:
+                    _step(double, optimizer, _single(double, bags, wanted), wanted)
 
 
 def _numbers(double: EmbeddingCollection) -> set[int]:
