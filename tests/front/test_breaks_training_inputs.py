@@ -112,3 +112,28 @@ def test_sequences_of_one_feature_of_the_caller():
     ids.fill_(0)
     optimizer.step()
     assert (values - collection.tables["table_0"].detach())[:, 0].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_bad_id_of_the_second_type_leaves_no_lookup_open():
+    features = {
+        "f": FeatureConfig(TableConfig(6, 3, name="f")),
+        "g": FeatureConfig(TableConfig(6, 3, name="g", dtype="bfloat16")),
+    }
+    collection = EmbeddingCollection(features, "sgd", update="backward")
+    optimizer = FusedOptimizer(collection)
+    good = torch.tensor([1])
+    with pytest.raises(IndexError, match="'g'"):
+        collection({"f": good, "g": torch.tensor([77])})
+    before = collection.tables["f"].detach().clone()
+    sum(out.float().sum() for out in collection({"f": good, "g": good}).values()).backward()
+    assert not torch.equal(before, collection.tables["f"])
+    del optimizer
+
+
+def test_sparse_gradients_of_no_places():
+    features = {"a": FeatureConfig(TableConfig(7, 4, name="a")), "b": FeatureConfig(TableConfig(7, 3, name="b"))}
+    collection = EmbeddingCollection(features, update="autograd", grad="sparse")
+    out = collection({"a": torch.zeros(5, 0, dtype=torch.int64), "b": torch.zeros(5, dtype=torch.int64)})
+    sum(one.sum() for one in out.values()).backward()
+    assert collection.tables["a"].grad.to_dense().shape == (7, 4) and not collection.tables["a"].grad.to_dense().any()
+    assert collection.tables["b"].grad.to_dense()[0].tolist() == [5, 5, 5]

@@ -156,10 +156,7 @@ class EmbeddingCollection(nn.Module):
         if out is not None:
             return rebuild(self.features, iter([out] if len(widths) == 1 else out.split(widths, 1)))
         parts = self._parts(inputs)
-        pieces = [
-            shaped(part, piece, config.table.dim)
-            for (_, config), part, piece in zip(self._leaves, parts, self._pieces(parts), strict=True)
-        ]
+        pieces = [shaped(*one) for one in zip(parts, self._pieces(parts), widths, strict=True)]
         return rebuild(self.features, iter(pieces))
 
     def concatenated(self, inputs: Any) -> Tensor:
@@ -183,7 +180,12 @@ class EmbeddingCollection(nn.Module):
         """The columns of each feature, `[B, copies * dim]`."""
         pieces: list[Any] = [None] * len(parts)
         for number, group in enumerate(self._groups):
-            out = self._lookup(number, [parts[member] for member in group.members])
+            try:
+                out = self._lookup(number, [parts[member] for member in group.members])
+            except BaseException:
+                # what was looked up is lost
+                self._ledger.closed(*range(number))
+                raise
             widths = [self._leaves[member][1].table.dim * parts[member].copies for member in group.members]
             split = [out] if len(widths) == 1 else out.split(widths, 1)
             for member, piece in zip(group.members, split, strict=True):

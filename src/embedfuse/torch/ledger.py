@@ -113,6 +113,10 @@ class Ledger:
             self.waiting.add(group)
             self.current.add(group)
 
+    def closed(self, *groups: int) -> None:
+        """Takes back that backwards are to come: of lookups whose result is lost, or whose graph is freed."""
+        self.waiting.difference_update(groups)
+
     def add(self, record: Record) -> None:
         """Keeps a record, or applies it at once in `"backward"` mode."""
         record.learns = self.learns(record.group)

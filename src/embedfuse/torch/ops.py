@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import ledger
+from .asked_for import is_asked_for
 from .backends import BadId, Csr, Policy, Rows, accumulation_dtype, select
 from .exported import warn_of_copies
 from .zero_pages import zero_pages
@@ -380,7 +381,11 @@ def _save_for_update(ctx: Any, inputs: Any, output: Any) -> None:
 def _for_update_backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
     anchor, table, features, ids, offsets, weights, scale = ctx.saved_tensors
     result: list[Any] = [None] * 13
-    if grad is not None:
+    if grad is not None and ctx.weights_need_grad and not ctx.compiled and not is_asked_for(ctx):
+        result[5] = torch.ops.embedfuse.coefficient_grad(
+            [table], [0], table.shape[0], features, ids, offsets, weights, scale, grad, ctx.bags, None
+        )
+    elif grad is not None:
         result[0], weights_grad = torch.ops.embedfuse.finish_backward(
             anchor, grad, table, features, ids, offsets, weights, scale, ctx.bags, ctx.weights_need_grad, ctx.owner,
             ctx.call, ctx.compiled,

@@ -50,7 +50,7 @@ class SparseGradLookup(torch.autograd.Function):
         for number, (rows, sums) in enumerate(found):
             if rows.shape[0] == 0:
                 # what comes next to this gradient is put into its memory, which nobody else may own
-                rows, sums = rows.clone(), sums.clone()
+                rows, sums = rows.clone(), sums.new_empty(0, *ctx.shapes[number][1:])
             grads[number] = torch.sparse_coo_tensor(
                 rows[None], sums.to(ctx.dtype), ctx.shapes[number], is_coalesced=True, check_invariants=False
             )

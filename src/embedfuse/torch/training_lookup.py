@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from . import ops
+from .asked_for import is_asked_for, may_come_again
 from .backends import Csr, Policy, select
 from .functions import is_transformed
 from .layout import Assembled, Launch
@@ -76,20 +77,14 @@ class LookupForUpdate(torch.autograd.Function):
         one: Training = ctx.one
         csr = Csr(ids, offsets, weights, one.bags)
         found: Tensor | None
-        if table is not None and not _is_asked_for(ctx):
+        if table is not None and not is_asked_for(ctx):
             found = select(table.device, table.dtype).coefficient_grad(table, one.features, csr, scale, grad)
+            slot = one.slot()
+            if slot is not None and not may_come_again():
+                slot.ledger.closed(slot.group)
         else:
             found = ops.hand_over(one.slot(), csr, scale, grad, one.features, table)
         return None, found, None, None, None
-
-
-def _is_asked_for(ctx: Any) -> bool:
-    """Whether tables are to get gradients; not in `torch.autograd.grad(loss, weights)`, or `backward(inputs=weights)`.
-
-    The engine knows whether it will come to the anchor.
-    """
-    anchor = ctx.next_functions[0][0]
-    return anchor is None or bool(torch._C._will_engine_execute_node(anchor))
 
 
 # past `Function.apply`, which inspects the signature of `forward` in every call, for 30 µs

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
+from ..asked_for import is_asked_for, may_come_again
 from ..backends import Policy
 from ..functions import call, is_transformed, is_watched
 from . import bodies
@@ -25,6 +26,10 @@ class Sink(Protocol):
         self, grad: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype
     ) -> Tensor | None:
         """Given what `scatter_sum` would be given: the gradient for autograd, or None if it is taken care of."""
+        ...
+
+    def leave(self) -> None:
+        """There will be no gradient of the table: others were asked for."""
         ...
 
 
@@ -127,6 +132,10 @@ def _table_grad(ctx: Any, grad: Tensor, weights: Tensor | None, ids: Tensor, off
     if not ctx.needs_input_grad[0]:
         return None
     if ctx.sink is not None:
+        if not is_asked_for(ctx):
+            if not may_come_again():
+                ctx.sink.leave()
+            return None
         taken: Tensor | None = ctx.sink.take(grad, weights, ids, offsets, ctx.shape, ctx.dtype)
         return taken
     return scatter_sum(grad, weights, ids, offsets, ctx.shape[0], ctx.dtype, "drop")

@@ -32,6 +32,11 @@ class MaskedRows:
             return self.inner.take(grad, weights, ids, offsets, shape, dtype)
         return scatter_sum(grad, weights, ids, offsets, shape[0], dtype, "drop")
 
+    def leave(self) -> None:
+        """See `Sink`."""
+        if self.inner is not None:
+            self.inner.leave()
+
 
 def check_row_mask(mask: Tensor, table: Tensor) -> None:
     """Raises unless `mask` is bool `[V]` on the device of the table."""

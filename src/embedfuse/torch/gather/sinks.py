@@ -45,6 +45,9 @@ class CoalescedRows:
             select(grad.device, dtype).row_grad(values.view(-1), features, csr, unscaled, grad)
         return torch.sparse_coo_tensor(distinct[None], values, shape, is_coalesced=True, check_invariants=False)
 
+    def leave(self) -> None:
+        """Nothing waits for it."""
+
 
 @dataclass(frozen=True)
 class IntoBuffer:
@@ -68,6 +71,9 @@ class IntoBuffer:
         update = Update(flat, features, tables, rules, nothing, hyper, steps, at_random=False)
         with torch.no_grad():
             select(grad.device, kind).row_update(update, csr, nothing[:0], grad)
+
+    def leave(self) -> None:
+        """Nothing waits for it."""
 
 
 _known: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -105,3 +111,7 @@ class IntoLedger:
         unscaled = grad.new_empty(0, dtype=accumulation_dtype(dtype))
         csr = Csr(ids, offsets, weights, offsets.shape[0] - 1)
         self.slot.ledger.add(ledgers.Record(self.slot.group, self.slot.launch, csr, unscaled, grad))
+
+    def leave(self) -> None:
+        """See `Sink`."""
+        self.slot.ledger.closed(self.slot.group)
