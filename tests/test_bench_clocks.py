@@ -15,6 +15,7 @@ from bench_helpers import (
 
 from embedfuse import SGD, FeatureConfig, TableConfig
 from embedfuse.bench import (
+    models,
     providers,
     timing,
 )
@@ -205,3 +206,17 @@ def test_kernels_are_counted_between_markers() -> None:
     assert facts == {
         "launches": 2, "copies": 1, "kernels ms": 0.006, "kernels us": {"b": 4.0, "Memcpy DtoD": 2.0},
     }  # fmt: skip
+
+
+def test_what_tables_add_is_compared_within_a_round() -> None:
+    alone, job = (timing.Job(name, "eager", None, [], False) for name in ("none", "ours"))  # type: ignore[arg-type]
+    for number, slow in enumerate([1.0, 5.0, 9.0, 2.0, 7.0]):
+        alone.keep("wall", slow)
+        job.keep("wall", slow + 0.5 + 0.1 * number)
+        job.keep("host", slow)
+    found = models.added_to(alone, job)
+    assert list(found) == ["added, wall"]
+    assert found["added, wall"]["median"] == pytest.approx(0.7) and found["added, wall"]["samples"] == 5
+    assert models.added_to(None, job) == models.added_to(alone, alone) == {}
+    job.error = "failed"
+    assert models.added_to(alone, job) == {}

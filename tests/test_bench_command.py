@@ -114,6 +114,7 @@ def test_models_are_checked_and_timed(
             assert "wrong" not in entry
             assert entry["phases"]["eager"]["wall"]["median"] > 0
             assert list(entry["breakdown"]) == ["forward", "backward", "embedding optimizer", "dense optimizer"]
+            assert ("added, wall" in entry["phases"]["eager"]) == (name != "none")
     shown = capsys.readouterr().out
     assert "A training step" in shown
     assert "times as fast as the better form" in shown

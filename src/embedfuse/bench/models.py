@@ -19,7 +19,7 @@ from ..training.clock import PHASES, StepClock
 from .model_parts import DENSE_EPSILON, DENSE_RATE, PROVIDERS, ModelCase, Rows, Trainable, draw, filled, why_not
 from .providers import LIBRARY_ERRORS, Phase, Unsupported
 from .runner import Options, check_providers, report_of, save
-from .timing import Job, Refusals, examine, results, take_turns
+from .timing import Job, Refusals, examine, quartiles, results, take_turns
 
 BATCHES = 3
 LOSS_TOLERANCE, MOVE_TOLERANCE, NOISE = 2e-3, 0.02, 3.0
@@ -135,8 +135,10 @@ def measure(
         if mode == "compiled" and job.capturable and job.error is None:
             refusals.capture(job)
     take_turns([job for job, _, _ in jobs], options.device, options.rounds, lambda: None)
+    alone = {job.name: job for job, _, _ in jobs if job.provider == "none"}
     for job, made, mode in jobs:
-        entry["providers"][job.provider].setdefault("phases", {})[job.name] = results(job)
+        found = results(job) | added_to(alone.get(job.name), job)
+        entry["providers"][job.provider].setdefault("phases", {})[job.name] = found
         if mode == "eager" and job.name == "eager":
             entry["providers"][job.provider]["breakdown"] = _breakdown(made, batches, options)
     entry.setdefault("seconds", {})[modes[0]] = round(time.monotonic() - began, 1)
@@ -144,6 +146,20 @@ def measure(
         phases = entry["providers"][name].get("phases", {})
         times = [f"{phase} {own['wall']['median']:.3g}" for phase, own in phases.items() if "wall" in own]
         options.say(f"  {name}: {', '.join(times)} ms" if times else f"  {name}: no speed")
+
+
+def added_to(alone: Job | None, job: Job) -> dict[str, Any]:
+    """What tables add to a step of the dense net: the differences of each round, of wall time and of the graphs.
+
+    A host's speed changes within a run by more than they add, and less within a round.
+    """
+    if alone is None or alone is job or alone.error is not None or job.error is not None:
+        return {}
+    return {
+        f"added, {clock}": quartiles([own - least for own, least in zip(mine, alone.samples[clock], strict=True)])
+        for clock, mine in job.samples.items()
+        if clock in ("wall", "graph, wall") and clock in alone.samples
+    }
 
 
 def _compile(made: Trainable) -> None:
