@@ -257,17 +257,18 @@ def sweep(path: Path, options: argparse.Namespace) -> int:
     importlib.import_module("embedfuse.torch.backends.sorted_runs").radix_sort = lambda bits, device: _NoSort()
     recorder = Recorder(run=False)
     recorder.install()
-    weights = {"both": None, "with": True, "without": False}[options.weights]
+    some = {"both": None, "with": True, "without": False}
+    weights, single = some[options.weights], some[options.single]
     for label, table, collection, more in settings(options.dims, options.dtypes, options.optimizers):
         recorder.label = label
-        # one combiner divides: then all kernels have a scale, as in most models
+        # one combiner divides: then all kernels have a scale, but where batches are single
         features = [FeatureConfig(TableConfig(1, **table), combiner=combiner) for combiner in options.combiners]
         with use_backend("triton"):
             model = EmbeddingCollection(features, **collection)
             optimizer = None if model.update == "autograd" else FusedOptimizer(model)
             if "ids" in more:
                 more = {**more, "ids": getattr(torch, more["ids"])}
-            warmup(model, optimizer, weights=weights, **more)
+            warmup(model, optimizer, weights=weights, single=single, **more)
     recorder.remove()
     path.write_text(json.dumps(recorder.launches, indent=0))
     print(f"{len(recorder.launches)} launches", flush=True)
@@ -293,7 +294,8 @@ def main() -> int:
     sweeping.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     sweeping.add_argument("--optimizers", nargs="+", default=[], help="only these, and no other settings")
     sweeping.add_argument("--combiners", nargs="+", default=["mean", "sum"], help="of one feature each")
-    sweeping.add_argument("--weights", default="both", choices=["both", "with", "without"])
+    for name in ("--weights", "--single"):
+        sweeping.add_argument(name, default="both", choices=["both", "with", "without"], help="what batches are like")
     options = parser.parse_args()
     if options.action == "record":
         return record(options.path, options.arguments)
