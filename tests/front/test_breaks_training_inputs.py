@@ -137,3 +137,20 @@ def test_sparse_gradients_of_no_places():
     sum(one.sum() for one in out.values()).backward()
     assert collection.tables["a"].grad.to_dense().shape == (7, 4) and not collection.tables["a"].grad.to_dense().any()
     assert collection.tables["b"].grad.to_dense()[0].tolist() == [5, 5, 5]
+
+
+def test_a_failed_evaluation_leaves_lookups_that_wait():
+    features = [
+        FeatureConfig(TableConfig(10, 4, name="x")),
+        FeatureConfig(TableConfig(10, 4, name="y", dtype="bfloat16")),
+    ]
+    collection = EmbeddingCollection(features, "sgd", update="backward")
+    optimizer, ids = FusedOptimizer(collection), torch.arange(3)
+    collection.tables["y"].requires_grad_(False)
+    loss = collection([ids, ids])[0].sum()
+    with torch.no_grad(), pytest.raises(IndexError):
+        collection([ids, ids + 100])
+    with pytest.raises(RuntimeError, match="looked up again"):
+        collection([ids, ids])
+    loss.backward()
+    del optimizer

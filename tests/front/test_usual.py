@@ -480,3 +480,37 @@ def test_schedules_are_followed_and_bad_rates_change_nothing(monkeypatch: pytest
     other._usual.clear()
     optimizer.step(), other.step()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def _three(*names: str) -> list[EmbeddingCollection]:
+    return [EmbeddingCollection([FeatureConfig(TableConfig(10, 4, initializer=1.0, name=name))]) for name in names]
+
+
+def test_a_step_that_is_refused_is_made_of_no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats = repeat(monkeypatch)
+    one, two, other = _three("a", "b", "c")
+    optimizer, ids = FusedOptimizer(one, two, other, default="sgd"), torch.arange(3)
+    for _ in range(4):
+        one([ids])[0].sum().backward(), two([ids])[0].sum().backward()
+        optimizer.step()
+    assert repeats.steps > 0
+    kept, other.tables["c"].data = other.tables["c"].data, torch.ones(5, 4)
+    # one could be stepped as before, and two not
+    one([ids])[0].sum().backward(), two([ids.int()])[0].sum().backward()
+    before = [tables.detach().clone() for tables in (one.tables["a"], two.tables["b"])]
+    with pytest.raises(ValueError, match="keep its shape"):
+        optimizer.step()
+    assert torch.equal(before[0], one.tables["a"]) and torch.equal(before[1], two.tables["b"])
+    other.tables["c"].data = kept
+    optimizer.step()
+    assert not torch.equal(before[0], one.tables["a"]) and not torch.equal(before[1], two.tables["b"])
+
+
+def test_a_shallow_copy_is_stepped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat(monkeypatch)
+    (collection,) = _three("a")
+    optimizer = FusedOptimizer(collection, copy.copy(collection), default=SGD(0.25))
+    for number in range(4):
+        collection([torch.arange(3)])[0].sum().backward()
+        optimizer.step()
+        assert collection.tables["a"][0, 0] == 1 - 0.25 * (number + 1)

@@ -179,12 +179,12 @@ class EmbeddingCollection(nn.Module):
     def _pieces(self, parts: Sequence[Part]) -> list[Tensor]:
         """The columns of each feature, `[B, copies * dim]`."""
         pieces: list[Any] = [None] * len(parts)
+        before = set(self._ledger.waiting)
         for number, group in enumerate(self._groups):
             try:
                 out = self._lookup(number, [parts[member] for member in group.members])
-            except BaseException:
-                # what was looked up is lost
-                self._ledger.closed(*range(number))
+            except BaseException:  # what was looked up is lost
+                self._ledger.closed(*self._ledger.waiting - before)
                 raise
             widths = [self._leaves[member][1].table.dim * parts[member].copies for member in group.members]
             split = [out] if len(widths) == 1 else out.split(widths, 1)

@@ -125,14 +125,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         alone, rates = self._alone(), None
-        usual = usual_steps(self._usual, alone)
+        usual = usual_steps(self._usual, alone, self._groups)
         if usual is not None:
             self._check([record for _, record, _ in alone])
             rates = self._rates.now(self.param_groups)
             if self._rates.functions:
                 # which may have done anything
                 alone = self._alone()
-                usual = usual_steps(self._usual, alone)
+                usual = usual_steps(self._usual, alone, self._groups)
+                self._check(self._waiting())
             if usual is not None:
                 alone = step_again(usual, alone, rates)
                 if not alone:
@@ -145,7 +146,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step(self, alone: Waiting, rates: list[float] | None) -> None:
         self._settle()
         waiting = self._waiting()
-        self._check(waiting)
+        if rates is None:  # else they were, and rows may have changed since
+            self._check(waiting)
         # once for a step, since they may be functions that count
         rates = self._rates.now(self.param_groups) if rates is None else rates
         grad_scale, skip = self._scaling(waiting)

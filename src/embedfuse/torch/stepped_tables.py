@@ -9,7 +9,7 @@ from .collection import EmbeddingCollection
 
 
 def collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
-    """The collections in modules, each once.
+    """The collections in modules, each once, and none that is a shallow copy of another.
 
     Raises:
         TypeError: something that is no module.
@@ -22,8 +22,9 @@ def collections_of(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
                 f"`modules` must be modules, got {type(module).__name__}: give the model itself, FusedOptimizer(model)"
             )
         for path, child in module.named_modules():
-            if isinstance(child, EmbeddingCollection):
-                found.setdefault(child, path or f"modules[{place}]")
+            # a copy has the tables of its original, and the gradients that wait
+            if isinstance(child, EmbeddingCollection) and all(child._ledger is not one._ledger for one in found):
+                found[child] = path or f"modules[{place}]"
     if not found:
         raise ValueError("`modules` must contain at least one EmbeddingCollection, got none")
     ordinary = [path for collection, path in found.items() if collection.update == "autograd"]

@@ -1,6 +1,6 @@
 """An optimizer step like the ones before, of which the host asks as little as can be; see `usual_lookup.py`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,9 +95,13 @@ class UsualStep:
         return True
 
 
-def usual_steps(known: Mapping[GroupState, UsualStep | None], waiting: Waiting) -> Sequence[UsualStep] | None:
-    """Those of all that waits, if each fits; else None."""
+def usual_steps(
+    known: Mapping[GroupState, UsualStep | None], waiting: Waiting, states: Collection[GroupState]
+) -> Sequence[UsualStep] | None:
+    """Those of all that waits, if each fits and no other table has moved, which could be refused; else None."""
     found = []
+    if len(states) > len(waiting) and not all(state.arena.state() for state in states):
+        return None
     for state, record, _ in waiting:
         one = known.get(state)
         if one is None or not one.fits(record):
