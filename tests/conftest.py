@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from embedfuse.torch.backends import Backend, load, why_not
+from embedfuse.torch.backends import Backend, load, use_backend, why_not
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HAS_GPU = torch.cuda.is_available()
@@ -49,6 +49,13 @@ def backend(placement: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Back
 def device(placement: tuple[str, str]) -> str:
     """The device of `backend`."""
     return placement[1]
+
+
+@pytest.fixture
+def place(placement: tuple[str, str]) -> Iterator[str]:
+    """A device, with each backend in turn chosen for the whole test."""
+    with use_backend(placement[0]):  # type: ignore[arg-type]
+        yield placement[1]
 
 
 @pytest.fixture

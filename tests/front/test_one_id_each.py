@@ -1,6 +1,5 @@
 """Features of one id a bag: a mean of one row is that row, so nothing is divided, nor kept to divide gradients by."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,16 +9,9 @@ from plain import Plain
 import embedfuse
 from embedfuse import FeatureConfig, TableConfig
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
-from embedfuse.torch.backends import load, use_backend
+from embedfuse.torch.backends import load
 
 COMBINERS = ("mean", "sqrtn", "sum")
-
-
-@pytest.fixture
-def place(placement: tuple[str, str]) -> Iterator[str]:
-    """A device, with each backend in turn."""
-    with use_backend(placement[0]):  # type: ignore[arg-type]
-        yield placement[1]
 
 
 @pytest.fixture

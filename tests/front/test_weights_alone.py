@@ -1,6 +1,5 @@
 """Gradients of weights alone, which are no gradients of the tables."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,9 @@ from embedfuse.torch import (
     ValueTable,
     gather_dot,
     gather_reduce_sum,
-    use_backend,
 )
 
 IDS, OFFSETS = torch.tensor([1, 4, 4, 2]), torch.tensor([0, 3, 4])
-
-
-@pytest.fixture
-def place(placement: tuple[str, str]) -> Iterator[str]:
-    """A device, with each backend in turn."""
-    with use_backend(placement[0]):  # type: ignore[arg-type]
-        yield placement[1]
 
 
 def _made(update: Any, place: str) -> tuple[EmbeddingCollection, FusedOptimizer]:

@@ -193,7 +193,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if usual is not None and usual.fits(record):
                     rates = self._rates.now(self.param_groups)
                     # a rate may be a function, which may do anything
-                    if usual.fits(record) and usual.again(record, usual.change_of(rates), rates):
+                    if usual.fits(record) and usual.again(record, usual.change_of(rates)):
                         return
                 self._settle()
                 rates = self._rates.now(self.param_groups) if rates is None else rates

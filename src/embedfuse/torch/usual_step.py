@@ -12,8 +12,8 @@ from .state import GroupState, ordinary_tensors
 
 Waiting = list[tuple[GroupState, Record, Ledger]]
 """Lookups that wait for a step: the state of their tables, and the ledger that has them."""
-Change = tuple[list[float], np.ndarray]
-"""Learning rates of tables, and the numbers of their optimizers that go with them."""
+Change = tuple[list[float], list[float], np.ndarray]
+"""Learning rates, those of the tables, and the numbers of their optimizers that go with them."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -79,16 +79,21 @@ class UsualStep:
             return None
         of_tables = rates_of_tables(rates, self.groups)
         rows = state.hyper_of(of_tables)
-        return None if rows is None else (of_tables, rows)
+        if rows is None:
+            # those of other tables changed
+            self.rates, self.of_tables = rates, state.learning_rates
+            return None
+        return rates, of_tables, rows
 
-    def again(self, record: Record, change: Change | None, rates: list[float]) -> bool:
-        """Steps, and says so; False if the batch's launches differ. It must fit, and the change be the rates'."""
+    def again(self, record: Record, change: Change | None) -> bool:
+        """Steps, and says so; False if the batch's launches differ. It must fit, and `change` be of now."""
         state, update = self.state, self.update
         assert update is not None
         if change is not None:
+            self.rates, of_tables, rows = change
             with ordinary_tensors():
-                state.set_hyper(*change)
-            self.rates, self.of_tables = rates, state.learning_rates
+                state.set_hyper(of_tables, rows)
+            self.of_tables = state.learning_rates
         if not self.repeat(update, record.csr, record.scale, record.grad):
             return False
         state.arena.written()
@@ -120,7 +125,7 @@ def step_again(usual: Sequence[UsualStep], waiting: Waiting, rates: list[float])
     left: Waiting = []
     for one, change, entry in zip(usual, changes, waiting, strict=True):
         _, record, ledger = entry
-        if one.again(record, change, rates):
+        if one.again(record, change):
             ledger.records.remove(record)
         else:
             left.append(entry)
