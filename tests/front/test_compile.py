@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import embedfuse
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
+from embedfuse.torch.inductor_memory import NOTHING
 
 
 @pytest.fixture(autouse=True)
@@ -124,12 +125,12 @@ def test_opcheck(weighted, most):
     torch.library.opcheck(ops.coefficient_grad.default, ([flat.detach()], [0], size, *plain, grad.detach(), bags, None))
     anchor = torch.zeros(1, requires_grad=True)
     torch.library.opcheck(
-        ops.lookup_for_update.default, (anchor, flat.detach(), *common, "drop", number, 1, False),
+        ops.lookup_for_update.default, (anchor, flat.detach(), *common, "drop", number, 1, NOTHING),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )  # fmt: skip
     torch.library.opcheck(
         ops.finish_backward.default,
-        (anchor.detach(), grad.detach(), flat.detach(), *rest, bags, weights is not None, number, 1, False),
+        (anchor.detach(), grad.detach(), flat.detach(), *rest, bags, weights is not None, number, 1, NOTHING),
     )
 
 

@@ -179,7 +179,7 @@ class EmbeddingCollection(nn.Module):
     def _pieces(self, parts: Sequence[Part]) -> list[Tensor]:
         """The columns of each feature, `[B, copies * dim]`."""
         pieces: list[Any] = [None] * len(parts)
-        before = set(self._ledger.waiting)
+        before: set[int] = set() if torch.compiler.is_compiling() else {*self._ledger.waiting}  # those fail elsewhere
         for number, group in enumerate(self._groups):
             try:
                 out = self._lookup(number, [parts[member] for member in group.members])

@@ -15,6 +15,7 @@ from . import ledger
 from .asked_for import is_asked_for
 from .backends import BadId, Csr, Policy, Rows, accumulation_dtype, select
 from .exported import warn_of_copies
+from .inductor_memory import ALL, NOTHING
 from .zero_pages import zero_pages
 
 _lib = torch.library.Library("embedfuse", "DEF")
@@ -26,15 +27,15 @@ _lib.define(
 )
 _lib.define(
     f"lookup_for_update(Tensor anchor, Tensor table, {_COMMON}, bool normalised, str policy, int owner, int call,"
-    " bool compiled) -> (Tensor, Tensor)"
+    " str copied) -> (Tensor, Tensor)"
 )
 # its work is a side effect, which the replay of a CUDA graph that inductor recorded would leave out
-_UNSAFE = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+_TAGS = [torch.Tag.cudagraph_unsafe, torch.Tag.needs_exact_strides]
 _lib.define(
     "finish_backward(Tensor anchor, Tensor grad, Tensor? table, Tensor features, Tensor ids, Tensor offsets,"
-    " Tensor? weights, Tensor scale, SymInt bags, bool weights_need_grad, int owner, int call, bool compiled)"
+    " Tensor? weights, Tensor scale, SymInt bags, bool weights_need_grad, int owner, int call, str copied)"
     " -> (Tensor, Tensor)",
-    tags=_UNSAFE,
+    tags=_TAGS,
 )
 _lib.define(
     "row_grad(Tensor like, int size, Tensor features, Tensor ids, Tensor offsets, Tensor? weights, Tensor scale,"
@@ -114,7 +115,7 @@ def _pooled_lookup(
 
 def _lookup_for_update(
     anchor: Tensor, table: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int,
-    width: int, normalised: bool, policy: Policy, owner: int, call: int, compiled: bool,
+    width: int, normalised: bool, policy: Policy, owner: int, call: int, copied: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     slot, table = ledger.find(owner), _buffer(table, owner)
     if slot is not None:
@@ -128,7 +129,7 @@ def _lookup_for_update(
 
 def hand_over(
     slot: "ledger.Slot | None", csr: Csr, scale: Tensor, grad: Tensor, features: Tensor, table: Tensor | None,
-    compiled: bool = False,
+    copied: str = NOTHING,
 ) -> Tensor | None:  # fmt: skip
     """Gives a lookup whose backward runs to its ledger.
 
@@ -139,7 +140,7 @@ def hand_over(
         grad: of the lookup's result.
         features: what it read `table` by; the launch may have moved on.
         table: the buffer, if the weights want a gradient, which is returned.
-        compiled: whether a compiled graph calls this.
+        copied: what of it to copy, since a compiled graph calls this.
     """
     if slot is None:
         raise RuntimeError(
@@ -151,23 +152,23 @@ def hand_over(
         # first, since in "backward" mode the rows change now
         backend = select(table.device, table.dtype)
         weights_grad = backend.coefficient_grad(table, features, csr, scale, grad)
-    owned = compiled and slot.ledger.on_backward is None
+    owned = copied != NOTHING and slot.ledger.on_backward is None
     if owned:
         # a compiled graph reuses the memory of what it thinks no longer needed
         ids, offsets, weights, bags = csr
         csr = Csr(ids.clone(), offsets.clone(), None if weights is None else weights.clone(), bags)
-        scale, grad = scale.clone(), grad.clone()
+        scale, grad = scale.clone(), grad.clone() if copied == ALL else grad
     slot.ledger.add(ledger.Record(slot.group, slot.launch, csr, scale, grad, owned))
     return weights_grad
 
 
 def _finish_backward(
     anchor: Tensor, grad: Tensor, table: Tensor | None, features: Tensor, ids: Tensor, offsets: Tensor,
-    weights: Tensor | None, scale: Tensor, bags: int, weights_need_grad: bool, owner: int, call: int, compiled: bool,
+    weights: Tensor | None, scale: Tensor, bags: int, weights_need_grad: bool, owner: int, call: int, copied: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     csr = Csr(ids, offsets, weights, bags)
     table = table if weights_need_grad else None
-    weights_grad = hand_over(ledger.find(owner), csr, scale, grad, features, table, compiled)
+    weights_grad = hand_over(ledger.find(owner), csr, scale, grad, features, table, copied)
     return torch.zeros_like(anchor), grad.new_empty(0) if weights_grad is None else weights_grad
 
 
@@ -220,7 +221,7 @@ def _(
 @torch.library.register_fake("embedfuse::lookup_for_update", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     anchor: Any, table: Any, features: Any, ids: Any, offsets: Any, weights: Any, bags: Any, width: Any,
-    normalised: Any, policy: Any, owner: Any, call: Any, compiled: Any,
+    normalised: Any, policy: Any, owner: Any, call: Any, copied: Any,
 ) -> Any:  # fmt: skip
     return _lookup_shapes(table, features, bags, width, normalised)
 
@@ -228,7 +229,7 @@ def _(
 @torch.library.register_fake("embedfuse::finish_backward", lib=_lib)  # type: ignore[untyped-decorator]
 def _(
     anchor: Any, grad: Any, table: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, bags: Any,
-    weights_need_grad: Any, owner: Any, call: Any, compiled: Any,
+    weights_need_grad: Any, owner: Any, call: Any, copied: Any,
 ) -> Any:  # fmt: skip
     if weights_need_grad and table is not None:
         return torch.empty_like(anchor), torch.empty_like(weights)
@@ -370,9 +371,9 @@ torch.library.register_autograd(
 
 
 def _save_for_update(ctx: Any, inputs: Any, output: Any) -> None:
-    anchor, table, features, ids, offsets, weights, bags, _width, _normalised, _policy, owner, call, compiled = inputs
+    anchor, table, features, ids, offsets, weights, bags, _width, _normalised, _policy, owner, call, copied = inputs
     ctx.weights_need_grad = weights is not None and weights.requires_grad
-    ctx.bags, ctx.owner, ctx.call, ctx.compiled = bags, owner, call, compiled
+    ctx.bags, ctx.owner, ctx.call, ctx.copied = bags, owner, call, copied
     # the table is written by the update, so it is kept only where its values are needed
     ctx.save_for_backward(anchor, table if ctx.weights_need_grad else None, features, ids, offsets, weights, output[1])
     ctx.set_materialize_grads(False)
@@ -381,14 +382,14 @@ def _save_for_update(ctx: Any, inputs: Any, output: Any) -> None:
 def _for_update_backward(ctx: Any, grad: Any, _scale_grad: Any) -> Any:
     anchor, table, features, ids, offsets, weights, scale = ctx.saved_tensors
     result: list[Any] = [None] * 13
-    if grad is not None and ctx.weights_need_grad and not ctx.compiled and not is_asked_for(ctx):
+    if grad is not None and ctx.weights_need_grad and ctx.copied == NOTHING and not is_asked_for(ctx):
         result[5] = torch.ops.embedfuse.coefficient_grad(
             [table], [0], table.shape[0], features, ids, offsets, weights, scale, grad, ctx.bags, None
         )
     elif grad is not None:
         result[0], weights_grad = torch.ops.embedfuse.finish_backward(
             anchor, grad, table, features, ids, offsets, weights, scale, ctx.bags, ctx.weights_need_grad, ctx.owner,
-            ctx.call, ctx.compiled,
+            ctx.call, ctx.copied,
         )  # fmt: skip
         result[5] = weights_grad if ctx.weights_need_grad else None
     return tuple(result)

@@ -15,6 +15,7 @@ from . import ops
 from .asked_for import is_asked_for, may_come_again
 from .backends import Csr, Policy, select
 from .functions import is_transformed
+from .inductor_memory import ALL, NOTHING, tell_inductor
 from .layout import Assembled, Launch
 from .ledger import Known, Slot, call_number
 from .once import differentiable_once
@@ -106,9 +107,13 @@ def training_lookup(
     ids, offsets, weights, bags = batch
     launch, ledger = known.launch, known.slot.ledger
     if watched:
+        copied = NOTHING
+        if torch.compiler.is_compiling():
+            tell_inductor()
+            copied = ALL
         out, _ = torch.ops.embedfuse.lookup_for_update(
             anchor, buffer, launch.features, ids, offsets, weights, bags, launch.width, launch.normalised, policy,
-            known.number, call_number(), torch.compiler.is_compiling(),
+            known.number, call_number(), copied,
         )  # fmt: skip
         return cast(Tensor, out)
     ids, offsets, weights = unwrap_dead_wrappers((ids, offsets, weights))

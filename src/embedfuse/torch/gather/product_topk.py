@@ -90,7 +90,8 @@ def _checked(given: Sequence[Any], k: int | None) -> list[Tensor]:
         if scores.device != first.device:
             raise ValueError(f"scores must be on one device, got {first.device} and {scores.device}")
     most = math.prod([scores.shape[-1] for scores in given])
-    if isinstance(k, bool) or not isinstance(k, int | torch.SymInt):
+    # no union: the compiler of torch 2.9 knows none
+    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
         raise TypeError(f"`k` must be an integer, got {k!r}")
     if not 1 <= k <= most:
         raise ValueError(f"`k` must be from 1 to {most}, the number of sums there are, got {k}: use more keys")

@@ -23,7 +23,8 @@ class Ids(NamedTuple):
 
 def read_tables(name: str, given: Any) -> list[Tensor]:
     """One table or its shards as a list, checked; `name` is that of the argument."""
-    tables = list(given) if isinstance(given, Sequence | torch.nn.ParameterList) else [given]
+    # no union: the compiler of torch 2.9 knows none
+    tables = list(given) if isinstance(given, (Sequence, torch.nn.ParameterList)) else [given]
     if given is None or not tables:
         raise ValueError(f"`{name}` must be a table or a list of its shards, got {given!r}")
     for table in tables:

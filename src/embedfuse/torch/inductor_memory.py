@@ -1,0 +1,100 @@
+"""Has inductor leave alone the gradient that a compiled backward hands to a ledger, so that nobody need copy it.
+
+Code that inductor generates writes new results where it thinks that nobody will read the old ones again. A lowering of
+`finish_backward` puts the gradient's memory on the list of what is never written again, and tells the op so. Both are
+inductor's own affairs: where they are not as expected here, or where anything else may write to the gradient, the op
+makes copies, as it does for every other compiler.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from . import ledger
+from .compiling import constant_in_graphs
+
+# What `finish_backward` copies of what it hands over. Compilers find what they generated on disk again by the words of
+# the first: count up when backward, or what is decided below, becomes another
+ALL, BATCH, NOTHING = f"all, {__version__}, 1", "all but the gradient", "nothing"
+_KEPT_TO = {"aten", "prims", "embedfuse"}
+"""Namespaces of ops that do what their schema says."""
+_told: list[bool] = []
+
+
+@constant_in_graphs
+def tell_inductor() -> None:
+    """Registers the lowering, once; compilers call this while they trace a lookup."""
+    if not _told:
+        _told.append(True)
+        try:
+            _register()
+        except (ImportError, AttributeError, TypeError):
+            # another inductor than this file knows: it finds the op by itself, which copies
+            return
+
+
+def _register() -> None:
+    from torch._inductor import lowering
+
+    op = torch.ops.embedfuse.finish_backward.default
+    plain = lowering.fallback_handler(op, add_to_fallback_set=False)
+
+    def lower(*given: Any) -> Any:
+        try:
+            given = _kept(*given)
+        except (AttributeError, TypeError):
+            # as above; what is given still says that all is to be copied
+            return plain(*given)
+        return plain(*given)
+
+    # what inductor does with fallbacks of its own
+    lower._is_fallback_handler = True  # type: ignore[attr-defined]
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def _kept(anchor: Any, grad: Any, *given: Any) -> tuple[Any, ...]:
+    """What the op is called with, once inductor has been told."""
+    from torch._inductor import config, ir
+    from torch._inductor.virtualized import V
+
+    *rest, owner, call, copied = given
+    slot = ledger.find(owner)
+    waits = slot is not None and slot.ledger.on_backward is None
+    # replays of inductor's own CUDA graphs write to the same memory again, whatever is read later
+    if waits and copied == ALL and not config.triton.cudagraphs and _is_left_alone(V.graph.current_node):
+        grad = ir.ExternKernel.realize_input(grad)
+        buffer = V.graph.try_get_buffer(grad.get_name())
+        if buffer is not None and _is_one_tensor(ir, buffer):
+            V.graph.never_reuse_buffers.add(grad.get_name())
+            copied = BATCH
+    return anchor, grad, *rest, owner, call, copied
+
+
+def _is_one_tensor(ir: Any, buffer: Any) -> bool:
+    """Whether this memory is, and no concatenation, whose parts are tensors that others may write to."""
+    layout = buffer.get_output_spec()
+    return type(layout) in (ir.FixedLayout, ir.FlexibleLayout) and not isinstance(buffer, ir.ConcatKernel)
+
+
+def _is_left_alone(node: Any) -> bool:
+    """Whether the graph computes the gradient of this `finish_backward` by itself, for itself, and then only reads."""
+    storage = _storage(node.args[1])
+    views = [other for other in node.graph.nodes if _storage(other) == storage]
+    return storage is not None and all(
+        other.op == "call_function" and _reads_only(other) and all(map(_reads_only, other.users)) for other in views
+    )
+
+
+def _storage(node: Any) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _reads_only(node: Any) -> bool:
+    """False of a graph's result as well, to which its owner may write."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace in _KEPT_TO and not node.target._schema.is_mutable
+    return node.target is operator.getitem

@@ -1,0 +1,184 @@
+"""What a compiled backward leaves for the step: the gradient itself where the graph is done with it, else a copy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import embedfuse
+from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer, ops
+from embedfuse.torch.inductor_memory import ALL, BATCH
+
+BAGS, DIM, ROWS = 24, 8, 12
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """A compiler without the graphs of other tests, or of yesterday."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    with config.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    """A lookup, and what makes its result a number; `other` is `[BAGS, DIM]`."""
+
+    names = "ab"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        table = embedfuse.TableConfig(ROWS, DIM, name="items", optimizer=embedfuse.Adagrad(0.1))
+        features = {name: embedfuse.FeatureConfig(table) for name in self.names}
+        self.tables = EmbeddingCollection(features)
+        self.tower = nn.Linear(DIM, DIM)
+        self.to(device)
+
+    def forward(self, inputs: dict[str, Bags], other: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class TowerAfter(Model):
+    """Backward of the tower comes after that of the lookup, and makes many tensors as large as the gradient."""
+
+    names = "a"
+
+    def forward(self, inputs, other):
+        low = self.tower(torch.tanh(self.tower(torch.sin(self.tower(other)).exp()))).cos()
+        return (self.tables(inputs)["a"] * low).sin().square().sum()
+
+
+class ReadLater(Model):
+    """The tower's gradient is made of the lookup's, for which it could take its place."""
+
+    names = "a"
+
+    def forward(self, inputs, other):
+        low = self.tower(other).tanh()
+        return (self.tables(inputs)["a"] + low).sin().square().sum()
+
+
+class Slices(Model):
+    """The gradient is a part of a larger tensor, of which others read the rest."""
+
+    def forward(self, inputs, other):
+        low = self.tower(other).tanh()
+        whole = torch.cat([self.tables.concatenated(inputs), low, low * other], 1)
+        return (whole @ torch.linspace(-1, 1, 16 * DIM, device=other.device).view(4 * DIM, 4)).sin().sum()
+
+
+class Apart(Model):
+    """Features are used apart, so that the gradient is put together of parts."""
+
+    def forward(self, inputs, other):
+        rows, low = self.tables(inputs), self.tower(other)
+        return (rows["a"] @ low.T).sin().sum() + (rows["b"] * low.cos()).sin().sum()
+
+
+class AlsoReturned(Model):
+    """`other` has the same gradient, which its owner may write to."""
+
+    names = "a"
+
+    def forward(self, inputs, other):
+        return (self.tables(inputs)["a"] + other).sin().square().sum() + self.tower(other.detach()).sum()
+
+
+class PartReturned(Model):
+    """A part of the gradient is also that of `other`."""
+
+    def forward(self, inputs, other):
+        rows = self.tables(inputs)
+        return (rows["a"] + other).sin().square().sum() + self.tower(rows["b"]).cos().sum()
+
+
+class WrittenLater(Model):
+    """The tower's gradient is the lookup's with rows set to 0, which a compiler does in place if nobody minds."""
+
+    names = "a"
+
+    def forward(self, inputs, other):
+        every = torch.arange(0, BAGS, 2, device=other.device)
+        low = self.tower(other).index_put((every,), torch.zeros(len(every), DIM, device=other.device))
+        return (self.tables(inputs)["a"] + low).sin().square().sum()
+
+
+class PartWrittenLater(WrittenLater):
+    """The same of a part of the gradient."""
+
+    names = "ab"
+
+
+def batches(count: int = 4) -> list[tuple[dict[str, Bags], Tensor]]:
+    """All of the same sizes, for which CUDA graphs are replayed."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(count):
+        lengths = [(torch.randperm(BAGS, generator=generator) % 4) for _ in "ab"]
+        bags = [Bags.from_lengths(torch.randint(0, ROWS, (int(n.sum()),), generator=generator), n) for n in lengths]
+        made.append((dict(zip("ab", bags, strict=True)), torch.randn(BAGS, DIM, generator=generator)))
+    return made
+
+
+def train(model: Model, call: Any, between: Callable[[Tensor], Any] = lambda other: None, count: int = 4) -> None:
+    """Two backwards for each step."""
+    optimizers = [FusedOptimizer(model), torch.optim.SGD(model.tower.parameters(), 0.01)]
+    device = model.tower.weight.device
+    for number, (inputs, other) in enumerate(batches(count)):
+        other = other.to(device).requires_grad_()
+        torch.compiler.cudagraph_mark_step_begin()
+        (3 * call({name: inputs[name].to(device) for name in model.names}, other)).backward()
+        between(other)
+        if number % 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def check(model: Model, expected: Model) -> None:
+    """Raises unless they learnt the same."""
+    for name, table in expected.tables.tables.items():
+        torch.testing.assert_close(model.tables.tables[name], table)
+    torch.testing.assert_close(model.tower.weight, expected.tower.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "copied"),
+    [
+        (TowerAfter, BATCH), (ReadLater, BATCH), (Slices, BATCH), (Apart, None), (AlsoReturned, ALL),
+        (PartReturned, None), (WrittenLater, ALL), (PartWrittenLater, None),
+    ],
+)  # fmt: skip
+def test_gradients_wait_as_they_were(kind, copied, monkeypatch):
+    found = []
+
+    def spy(*given: Any) -> Any:
+        found.append(given[-1])
+        return hand_over(*given)
+
+    hand_over = ops.hand_over
+    eager, model = kind(), kind()
+    train(eager, eager)
+    monkeypatch.setattr(ops, "hand_over", spy)
+    # in place, as clipping does, of a tensor that also is the lookup's gradient
+    train(model, torch.compile(model, fullgraph=True), lambda other: other.grad.mul_(1000.0))
+    check(model, eager)
+    # where the gradient is put together, inductor may do so in place, or not
+    assert set(found) == {copied} if copied else set(found) < {ALL, BATCH}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kind", [TowerAfter, Slices, WrittenLater, PartWrittenLater])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_gradients_wait_on_a_gpu(kind, mode):
+    eager, model = kind("cuda"), kind("cuda")
+    train(eager, eager, count=10)
+    # inductor's own CUDA graphs write each gradient where the last one was
+    train(model, torch.compile(model, fullgraph=True, mode=mode), count=10)
+    check(model, eager)
