@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from .bag_checks import ID_TYPES, check_jagged, check_same_lengths
+from .compiling import EVERY_TIME
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
-_lib.define("checked_offsets(Tensor offsets, SymInt count, bool includes_end) -> Tensor")
+_lib.define("checked_offsets(Tensor offsets, SymInt count, bool includes_end) -> Tensor", tags=EVERY_TIME)
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiling import EVERY_TIME
+
 ID_TYPES = (torch.int32, torch.int64)
 
 
@@ -38,7 +40,7 @@ def check_weights(weights: Tensor, ids: Tensor) -> None:
 
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
-_lib.define("checked_bags(Tensor offsets, SymInt count) -> Tensor")
+_lib.define("checked_bags(Tensor offsets, SymInt count) -> Tensor", tags=EVERY_TIME)
 
 
 def _checked_bags(offsets: Tensor, count: int) -> Tensor:

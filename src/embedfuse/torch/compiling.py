@@ -12,6 +12,9 @@ _MARK, _ANY_MARK = "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"
 _OTHER_MARKS = {"_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices"}
 _OURS = "_embedfuse_marked"
 Function = TypeVar("Function", bound=Callable[..., Any])
+EVERY_TIME = [torch.Tag.cudagraph_unsafe]
+"""Tags of all ops here: inductor's own CUDA graphs leave them out. A replay would skip what bodies do besides launching
+kernels, note lookups and see where tables lie, and what they keep of a first call would lie in the graph's memory."""
 
 
 def constant_in_graphs(function: Function) -> Function:

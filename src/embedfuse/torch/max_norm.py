@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiling import EVERY_TIME
+
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
-_lib.define("shorten_rows(Tensor(a!) table, Tensor ids, float max_norm, float norm_type) -> ()")
+_lib.define("shorten_rows(Tensor(a!) table, Tensor ids, float max_norm, float norm_type) -> ()", tags=EVERY_TIME)
 
 MARGIN = 1e-7
 """Added to a norm before dividing by it, as torch does."""

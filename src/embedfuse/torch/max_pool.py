@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from .backends import Csr, Policy, select
+from .compiling import EVERY_TIME
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _lib.define(
     "max_lookup(Tensor table, Tensor features, Tensor ids, Tensor offsets, SymInt bags, SymInt width, str policy)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor)",
+    tags=EVERY_TIME,
 )
 _lib.define(
     "max_grad(Tensor like, SymInt size, Tensor features, Tensor ids, Tensor offsets, Tensor winners, Tensor grad,"
-    " SymInt bags) -> Tensor"
+    " SymInt bags) -> Tensor",
+    tags=EVERY_TIME,
 )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import ledger
 from .asked_for import is_asked_for
 from .backends import BadId, Csr, Policy, Rows, accumulation_dtype, select
+from .compiling import EVERY_TIME
 from .exported import warn_of_copies
 from .inductor_memory import ALL, NOTHING
 from .zero_pages import zero_pages
@@ -21,30 +22,21 @@ from .zero_pages import zero_pages
 _lib = torch.library.Library("embedfuse", "DEF")
 _COMMON = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights, SymInt bags, SymInt width"
 
-_lib.define(
+for _schema in (
     f"pooled_lookup(Tensor[] tables, int[] starts, int size, {_COMMON}, bool normalised, str policy, int owner,"
-    " Tensor? cut) -> (Tensor, Tensor)"
-)
-_lib.define(
+    " Tensor? cut) -> (Tensor, Tensor)",
     f"lookup_for_update(Tensor anchor, Tensor table, {_COMMON}, bool normalised, str policy, int owner, int call,"
-    " str copied) -> (Tensor, Tensor)"
-)
-# its work is a side effect, which the replay of a CUDA graph that inductor recorded would leave out
-_TAGS = [torch.Tag.cudagraph_unsafe, torch.Tag.needs_exact_strides]
-_lib.define(
+    " str copied) -> (Tensor, Tensor)",
     "finish_backward(Tensor anchor, Tensor grad, Tensor? table, Tensor features, Tensor ids, Tensor offsets,"
     " Tensor? weights, Tensor scale, SymInt bags, bool weights_need_grad, int owner, int call, str copied)"
     " -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-_lib.define(
     "row_grad(Tensor like, int size, Tensor features, Tensor ids, Tensor offsets, Tensor? weights, Tensor scale,"
-    " Tensor grad, SymInt bags, Tensor? cut, Tensor[] tables, int[] starts) -> Tensor"
-)
-_lib.define(
+    " Tensor grad, SymInt bags, Tensor? cut, Tensor[] tables, int[] starts) -> Tensor",
     "coefficient_grad(Tensor[] tables, int[] starts, int size, Tensor features, Tensor ids, Tensor offsets,"
-    " Tensor? weights, Tensor scale, Tensor grad, SymInt bags, Tensor? cut) -> Tensor"
-)
+    " Tensor? weights, Tensor scale, Tensor grad, SymInt bags, Tensor? cut) -> Tensor",
+):
+    # strides as elsewhere for ops that inductor knows nothing of
+    _lib.define(_schema, tags=[*EVERY_TIME, torch.Tag.needs_exact_strides])
 
 
 # --- bodies --------------------------------------------------------------------------------------------------------

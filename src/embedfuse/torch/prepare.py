@@ -10,12 +10,14 @@ from torch import Tensor
 
 from . import ledger
 from .backends import BadId, Csr, Policy, Prepared, Shards, accumulation_dtype, select
+from .compiling import EVERY_TIME
 from .functions import call, is_watched, looped
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _lib.define(
     "prepare_ids(Tensor features, Tensor ids, Tensor offsets, Tensor? weights, SymInt bags, str policy, int owner)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=EVERY_TIME,
 )
 
 

@@ -12,13 +12,18 @@ from torch import Tensor
 
 from ..plan import ROWS
 from .backends import Csr, Policy, accumulation_dtype, select
+from .compiling import EVERY_TIME
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _BATCH = "Tensor features, Tensor ids, Tensor offsets, Tensor? weights"
 _lib.define(
-    f"lookup_with_sparse_grad(Tensor table, {_BATCH}, SymInt bags, bool normalised, str policy) -> (Tensor, Tensor)"
+    f"lookup_with_sparse_grad(Tensor table, {_BATCH}, SymInt bags, bool normalised, str policy) -> (Tensor, Tensor)",
+    tags=EVERY_TIME,
 )
-_lib.define(f"padded_row_grad(SymInt rows, {_BATCH}, Tensor scale, Tensor grad, SymInt bags) -> (Tensor, Tensor)")
+_lib.define(
+    f"padded_row_grad(SymInt rows, {_BATCH}, Tensor scale, Tensor grad, SymInt bags) -> (Tensor, Tensor)",
+    tags=EVERY_TIME,
+)
 
 
 def _lookup(

@@ -17,14 +17,18 @@ from torch import Tensor
 
 from .. import one_table
 from ..backends import BadId, Csr, Policy, Rows, accumulation_dtype, device_errors, select
+from ..compiling import EVERY_TIME
 from ..zero_pages import zero_pages
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
 _IDS = "Tensor ids, Tensor offsets"
-_lib.define(f"gather_sum(Tensor table, Tensor? weights, {_IDS}, str policy) -> Tensor")
-_lib.define(f"gather_dot(Tensor table, Tensor x, {_IDS}, str policy) -> Tensor")
-_lib.define(f"scatter_sum(Tensor grad, Tensor? weights, {_IDS}, SymInt rows, ScalarType dtype, str policy) -> Tensor")
-_lib.define(f"scatter_and_dot(Tensor table, Tensor grad, Tensor? weights, {_IDS}, str policy) -> (Tensor, Tensor)")
+for _schema in (
+    f"gather_sum(Tensor table, Tensor? weights, {_IDS}, str policy) -> Tensor",
+    f"gather_dot(Tensor table, Tensor x, {_IDS}, str policy) -> Tensor",
+    f"scatter_sum(Tensor grad, Tensor? weights, {_IDS}, SymInt rows, ScalarType dtype, str policy) -> Tensor",
+    f"scatter_and_dot(Tensor table, Tensor grad, Tensor? weights, {_IDS}, str policy) -> (Tensor, Tensor)",
+):
+    _lib.define(_schema, tags=EVERY_TIME)
 
 
 def gather_sum(table: Tensor, weights: Tensor | None, ids: Tensor, offsets: Tensor, policy: Policy) -> Tensor:

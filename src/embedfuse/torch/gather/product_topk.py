@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..backends import select
 from ..bag_arguments import FLOAT_TYPES
+from ..compiling import EVERY_TIME
 from ..functions import is_transformed, is_watched
 
 _lib: Any = torch.library.Library("embedfuse", "FRAGMENT")
-_lib.define("product_topk_ids(Tensor scores_a, Tensor scores_b, SymInt k) -> Tensor")
+_lib.define("product_topk_ids(Tensor scores_a, Tensor scores_b, SymInt k) -> Tensor", tags=EVERY_TIME)
 
 
 def product_topk(
