@@ -1,8 +1,8 @@
-"""Has inductor leave alone the gradient that a compiled backward hands to a ledger, so that nobody need copy it.
+"""Has inductor leave alone what a compiled backward hands to a ledger, so that nobody need copy it.
 
 Code that inductor generates writes new results where it thinks that nobody will read the old ones again. A lowering of
-`finish_backward` puts the gradient's memory on the list of what is never written again, and tells the op so. Both are
-inductor's own affairs: where they are not as expected here, or where anything else may write to the gradient, the op
+`finish_backward` puts the memory of gradient and batch on the list of what is never written again, and tells the op so.
+Both are inductor's own affairs: where they are not as expected here, or where anything else may write there, the op
 makes copies, as it does for every other compiler.
 """
 
@@ -16,9 +16,10 @@ from .. import __version__
 from . import ledger
 from .compiling import constant_in_graphs
 
-# What `finish_backward` copies of what it hands over. Compilers find what they generated on disk again by the words of
-# the first: count up when backward, or what is decided below, becomes another
-ALL, BATCH, NOTHING = f"all, {__version__}, 1", "all but the gradient", "nothing"
+# What `finish_backward` copies of what it hands over: all; ids, offsets, weights and scale; nothing, since it is the
+# graph's own; or nothing, as without a compiler. Compilers find what they generated on disk again by the words of the
+# first: count up when backward, or what is decided below, becomes another
+ALL, BATCH, OWN, NOTHING = f"all, {__version__}, 2", "all but the gradient", "nothing, nobody else has it", "nothing"
 _KEPT_TO = {"aten", "prims", "embedfuse"}
 """Namespaces of ops that do what their schema says."""
 _told: list[bool] = []
@@ -55,7 +56,9 @@ def _register() -> None:
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def _kept(anchor: Any, grad: Any, *given: Any) -> tuple[Any, ...]:
+def _kept(
+    anchor: Any, grad: Any, table: Any, features: Any, ids: Any, offsets: Any, weights: Any, scale: Any, *given: Any
+) -> tuple[Any, ...]:
     """What the op is called with, once inductor has been told."""
     from torch._inductor import config, ir
     from torch._inductor.virtualized import V
@@ -66,11 +69,15 @@ def _kept(anchor: Any, grad: Any, *given: Any) -> tuple[Any, ...]:
     # replays of inductor's own CUDA graphs write to the same memory again, whatever is read later
     if waits and copied == ALL and not config.triton.cudagraphs and _is_left_alone(V.graph.current_node):
         grad = ir.ExternKernel.realize_input(grad)
-        buffer = V.graph.try_get_buffer(grad.get_name())
+        name = grad.get_name()
+        buffer = V.graph.try_get_buffer(name)
         if buffer is not None and _is_one_tensor(ir, buffer):
-            V.graph.never_reuse_buffers.add(grad.get_name())
-            copied = BATCH
-    return anchor, grad, *rest, owner, call, copied
+            batch = [value.get_name() for value in (ids, offsets, weights, scale) if value is not None]
+            # made by the forward graph and known to nobody but this one: not a batch of the caller's
+            donated = all(isinstance(V.graph.graph_inputs_original.get(name), ir.DonatedBuffer) for name in batch)
+            V.graph.never_reuse_buffers.update([name, *batch] if donated else [name])
+            copied = OWN if donated else BATCH
+    return anchor, grad, table, features, ids, offsets, weights, scale, *rest, owner, call, copied
 
 
 def _is_one_tensor(ir: Any, buffer: Any) -> bool:

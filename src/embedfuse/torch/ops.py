@@ -16,7 +16,7 @@ from .asked_for import is_asked_for
 from .backends import BadId, Csr, Policy, Rows, accumulation_dtype, select
 from .compiling import EVERY_TIME
 from .exported import warn_of_copies
-from .inductor_memory import ALL, NOTHING
+from .inductor_memory import ALL, NOTHING, OWN
 from .zero_pages import zero_pages
 
 _lib = torch.library.Library("embedfuse", "DEF")
@@ -145,7 +145,7 @@ def hand_over(
         backend = select(table.device, table.dtype)
         weights_grad = backend.coefficient_grad(table, features, csr, scale, grad)
     owned = copied != NOTHING and slot.ledger.on_backward is None
-    if owned:
+    if owned and copied != OWN:
         # a compiled graph reuses the memory of what it thinks no longer needed
         ids, offsets, weights, bags = csr
         csr = Csr(ids.clone(), offsets.clone(), None if weights is None else weights.clone(), bags)
