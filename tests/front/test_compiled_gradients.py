@@ -64,6 +64,24 @@ class TowerLikeTheScale(Model):
         return (self.tables.concatenated(inputs) * low).sin().square().sum()
 
 
+class ThroughComplex(Model):
+    """To inductor the gradient is what another op returned, and that is its input's memory under another name."""
+
+    names = "a"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        # memory is used again for something else only where more was in use before
+        self.wide = nn.Sequential(nn.Linear(DIM, 256), nn.Tanh(), nn.Linear(256, DIM)).to(device)
+
+    def forward(self, inputs, other):
+        low = torch.tanh(self.tower(torch.sin(self.tower(self.wide(other))).exp())).cos()
+        pairs = torch.view_as_complex(self.tables(inputs)["a"].view(BAGS, DIM // 2, 2))
+        rows = torch.view_as_real(pairs).view(BAGS, DIM)
+        mixed = torch.tanh(rows @ self.tower.weight) + low
+        return (mixed.sin() * mixed).square().sum()
+
+
 class ReadLater(Model):
     """The tower's gradient is made of the lookup's, for which it could take its place."""
 
@@ -159,8 +177,8 @@ def check(model: Model, expected: Model) -> None:
 @pytest.mark.parametrize(
     ("kind", "copied"),
     [
-        (TowerAfter, BATCH), (TowerLikeTheScale, OWN), (ReadLater, BATCH), (Slices, OWN), (AlsoReturned, ALL),
-        (PartReturned, None), (WrittenLater, ALL), (PartWrittenLater, None),
+        (TowerAfter, BATCH), (TowerLikeTheScale, OWN), (ReadLater, BATCH), (Slices, OWN),
+        (ThroughComplex, ALL), (AlsoReturned, ALL), (PartReturned, None), (WrittenLater, ALL), (PartWrittenLater, None),
     ],
 )  # fmt: skip
 def test_gradients_wait_as_they_were(kind, copied, monkeypatch):

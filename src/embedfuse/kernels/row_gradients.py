@@ -39,11 +39,17 @@ def load_gradients(
 
 
 @triton.jit
-def load_sources(p_sources, p_coefficients, j, inside, HAS_COEFFICIENTS: tl.constexpr):
-    """Where the gradient rows of ids start, and their coefficients; without any nothing of use."""
-    source = tl.load(p_sources + j, mask=inside, other=0)
+def load_coefficients(p_coefficients, j, inside, HAS_COEFFICIENTS: tl.constexpr):
+    """The coefficients of ids; without any nothing of use."""
     if HAS_COEFFICIENTS:
         coefficient = tl.load(p_coefficients + j, mask=inside, other=0.0)
     else:
-        coefficient = tl.zeros_like(source).to(tl.float32)
-    return source, coefficient
+        coefficient = tl.zeros_like(j).to(tl.float32)
+    return coefficient
+
+
+@triton.jit
+def load_sources(p_sources, p_coefficients, j, inside, HAS_COEFFICIENTS: tl.constexpr):
+    """Where the gradient rows of ids start, and their coefficients."""
+    source = tl.load(p_sources + j, mask=inside, other=0)
+    return source, load_coefficients(p_coefficients, j, inside, HAS_COEFFICIENTS)

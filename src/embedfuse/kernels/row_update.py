@@ -12,7 +12,7 @@ the row once for each segment of it.
 
 from .._triton import tl, triton
 from .descriptors import NARROW_BLOCK, table_dim, table_rule
-from .row_gradients import as_looked_up, load_gradients, load_sources
+from .row_gradients import as_looked_up, load_coefficients, load_gradients, load_sources
 from .row_step import SIZES, UNALIGNED, finish, load_rows
 
 
@@ -82,7 +82,7 @@ def step_segments(
             MODE, SLOT0, SLOT1, HAS_DOTS, ALIGN, SOURCE_ALIGN, SLOT_ALIGN,
         )  # fmt: skip
         looked_up = as_looked_up(p_tables, table, w, HAS_DOTS, CLIPPED)
-        _, coefficient = load_sources(p_sources, p_coefficients, start, here, HAS_COEFFICIENTS)
+        coefficient = load_coefficients(p_coefficients, start, here, HAS_COEFFICIENTS)
         g = load_gradients(
             p_grad, p_winners, p_order, p_dots, looked_up, start, source, coefficient, here, column_64, m_column,
             grad_column, HAS_COEFFICIENTS, HAS_WINNERS, HAS_DOTS, GRAD_ALIGN,

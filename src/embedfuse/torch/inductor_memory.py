@@ -6,7 +6,6 @@ Both are inductor's own affairs: where they are not as expected here, or where a
 makes copies, as it does for every other compiler.
 """
 
-import operator
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from .compiling import constant_in_graphs
 # What `finish_backward` copies of what it hands over: all; ids, offsets, weights and scale; nothing, since it is the
 # graph's own; or nothing, as without a compiler. Compilers find what they generated on disk again by the words of the
 # first: count up when backward, or what is decided below, becomes another
-ALL, BATCH, OWN, NOTHING = f"all, {__version__}, 2", "all but the gradient", "nothing, nobody else has it", "nothing"
+ALL, BATCH, OWN, NOTHING = f"all, {__version__}, 3", "all but the gradient", "nothing, nobody else has it", "nothing"
 _KEPT_TO = {"aten", "prims", "embedfuse"}
-"""Namespaces of ops that do what their schema says."""
+"""Namespaces of ops that write to nothing but what their schema names."""
 _told: list[bool] = []
 
 
@@ -75,24 +74,33 @@ def _kept(
             batch = [value.get_name() for value in (ids, offsets, weights, scale) if value is not None]
             # made by the forward graph and known to nobody but this one: not a batch of the caller's
             donated = all(isinstance(V.graph.graph_inputs_original.get(name), ir.DonatedBuffer) for name in batch)
+            donated = donated and _are_apart(V.graph.current_node)
             V.graph.never_reuse_buffers.update([name, *batch] if donated else [name])
             copied = OWN if donated else BATCH
     return anchor, grad, table, features, ids, offsets, weights, scale, *rest, owner, call, copied
 
 
 def _is_one_tensor(ir: Any, buffer: Any) -> bool:
-    """Whether this memory is, and no concatenation, whose parts are tensors that others may write to."""
-    layout = buffer.get_output_spec()
-    return type(layout) in (ir.FixedLayout, ir.FlexibleLayout) and not isinstance(buffer, ir.ConcatKernel)
+    """Whether this memory is, and has one name only.
+
+    Parts of a concatenation may be tensors that others write to; what other ops return may be their inputs' memory.
+    """
+    computed = isinstance(buffer, (ir.ComputedBuffer, ir.ExternKernelOut, ir.TemplateBuffer))
+    return computed and type(buffer.get_output_spec()) in (ir.FixedLayout, ir.FlexibleLayout)
 
 
 def _is_left_alone(node: Any) -> bool:
     """Whether the graph computes the gradient of this `finish_backward` by itself, for itself, and then only reads."""
     storage = _storage(node.args[1])
     views = [other for other in node.graph.nodes if _storage(other) == storage]
-    return storage is not None and all(
-        other.op == "call_function" and _reads_only(other) and all(map(_reads_only, other.users)) for other in views
-    )
+    return storage is not None and all(map(_reads_only, views)) and all(_reads_only(u) for v in views for u in v.users)
+
+
+def _are_apart(node: Any) -> bool:
+    """Whether no two tensors that this graph is given lie in the same memory."""
+    given = [_storage(other) for other in node.graph.nodes if other.op == "placeholder"]
+    tensors = [storage for storage in given if storage is not None]
+    return len(set(tensors)) == len(tensors)
 
 
 def _storage(node: Any) -> int | None:
@@ -101,7 +109,6 @@ def _storage(node: Any) -> int | None:
 
 
 def _reads_only(node: Any) -> bool:
-    """False of a graph's result as well, to which its owner may write."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace in _KEPT_TO and not node.target._schema.is_mutable
-    return node.target is operator.getitem
+    """Of an op that does what its schema says. False of a graph's inputs and results, to which others may write."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in _KEPT_TO and not target._schema.is_mutable
