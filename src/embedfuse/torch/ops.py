@@ -161,6 +161,8 @@ def _finish_backward(
     csr = Csr(ids, offsets, weights, bags)
     table = table if weights_need_grad else None
     weights_grad = hand_over(ledger.find(owner), csr, scale, grad, features, table, copied)
+    # or autograd would add zeros to zeros
+    anchor.grad = None
     return torch.zeros_like(anchor), grad.new_empty(0) if weights_grad is None else weights_grad
 
 
