@@ -19,10 +19,11 @@ SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("pla
 QUICK := $(wildcard $(patsubst %,tests/test_%.py,config plan combiners reference optim tolerance imports))
 LESSER_ISAS = $(shell $(BIN)/python -c 'from embedfuse.cpu import isa, isas; print(*sorted({*isas()} - {isa()}))')
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
+OTHER := build/venv-torch-$(TORCH_VERSION)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help dev test lint format test-quick test-isa test-all test-gpu demo bench wheel clean
+.PHONY: help dev test lint format test-quick test-isa test-all test-gpu test-torch demo bench wheel clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -82,6 +83,14 @@ test-all: dev ## every test
 
 test-gpu: dev ## what needs a GPU
 	$(PYTEST) -q -m gpu
+
+# other versions of PyTorch bring other compilers and other Tritons, whose interpreters may not know NumPy 2.4
+test-torch: ## the PyTorch front with another PyTorch: make test-torch TORCH_VERSION=2.9.0
+	$(if $(TORCH_VERSION),,$(error set TORCH_VERSION, for example to 2.9.0))
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH_VERSION) $(BUILD_TOOLS)
+	$(OTHER)/bin/python -m pip install --quiet --no-build-isolation '.[torch,cli,test]' 'numpy<2.4'
+	$(ONE_THREAD) $(OTHER)/bin/python -m pytest -q -n $(JOBS) --dist worksteal tests/front
 
 # --- the rest --------------------------------------------------------------------------------------------------------
 
