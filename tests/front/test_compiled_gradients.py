@@ -204,7 +204,7 @@ def test_gradients_wait_as_they_were(kind, copied, monkeypatch):
     train(model, torch.compile(model, fullgraph=True), overwrite)
     check(model, eager)
     # where the gradient is put together, inductor may do so in place, or not
-    assert set(found) == {copied} if copied else set(found) < {ALL, OWN}
+    assert set(found) in ([{copied}] if copied else [{ALL}, {OWN}])
 
 
 @pytest.mark.gpu
