@@ -59,6 +59,19 @@ def place(placement: tuple[str, str]) -> Iterator[str]:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """`torch.compile` without the graphs of other tests, of which it keeps a few for each function, or of yesterday."""
+    # here, since they take seconds
+    import torch._dynamo
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    with config.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def interpreted(placement: tuple[str, str]) -> bool:
     """Whether kernels run in Triton's interpreter, thousands of times slower: give it small work."""
     return placement[0] == "triton" and INTERPRETED

@@ -9,13 +9,7 @@ import embedfuse
 from embedfuse.torch import Bags, EmbeddingCollection, FusedOptimizer
 from embedfuse.torch.inductor_memory import NOTHING
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """A compiler without the graphs of other tests, of which it keeps a few for each function only."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Model(torch.nn.Module):

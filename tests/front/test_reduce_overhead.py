@@ -8,7 +8,10 @@ import embedfuse
 from embedfuse.torch import EmbeddingCollection, FusedOptimizer
 from embedfuse.torch.memory import ProductKeyMemory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]  # fmt: skip
 BATCH, DIM = 32, 8
 
 
@@ -26,17 +29,6 @@ class Model(nn.Module):
 
     def forward(self, inputs, x):
         return self.top((self.tables.concatenated(inputs) * self.low(x).tanh()).sin()).square().mean()
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """A compiler without the graphs of other tests, or of yesterday."""
-    from torch._inductor import config
-
-    torch._dynamo.reset()
-    with config.patch(force_disable_caches=True):
-        yield
-    torch._dynamo.reset()
 
 
 def batches(count=8):

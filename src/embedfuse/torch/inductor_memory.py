@@ -6,6 +6,7 @@ Both are inductor's own affairs: where they are not as expected here, or where a
 makes copies, as it does for every other compiler.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -29,11 +30,9 @@ def tell_inductor() -> None:
     """Registers the lowering, once; compilers call this while they trace a lookup."""
     if not _told:
         _told.append(True)
-        try:
+        # another inductor than this file knows finds the op by itself, which copies
+        with contextlib.suppress(ImportError, AttributeError, TypeError):
             _register()
-        except (ImportError, AttributeError, TypeError):
-            # another inductor than this file knows: it finds the op by itself, which copies
-            return
 
 
 def _register() -> None:
@@ -43,11 +42,9 @@ def _register() -> None:
     plain = lowering.fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*given: Any) -> Any:
-        try:
+        # as above: what is given says that all is to be copied
+        with contextlib.suppress(AttributeError, TypeError):
             given = _kept(*given)
-        except (AttributeError, TypeError):
-            # as above; what is given still says that all is to be copied
-            return plain(*given)
         return plain(*given)
 
     # what inductor does with fallbacks of its own
